@@ -1,0 +1,425 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* aio.c - queues, requests, cutting into pieces, and the check of completions. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "aio.h"
+#include "queue.h"
+
+#define NS_PER_S 1000000000LL
+
+static const struct ofl_aio_backend_ops *const backends[] = {
+	&ofl_aio_backend_libaio,
+	&ofl_aio_backend_threads,
+};
+
+/* ---- queues ---- */
+
+int ofl_aio_open(const struct ofl_aio_options *options, struct ofl_aio **queue)
+{
+	if (!options->backend)
+		return -EINVAL;
+	for (size_t i = 0; i < sizeof(backends) / sizeof(backends[0]); i++)
+		if (!strcmp(options->backend, backends[i]->name))
+			return ofl_aio_open_with(backends[i], options, queue);
+	return -EINVAL;
+}
+
+int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,
+		      const struct ofl_aio_options *options, struct ofl_aio **queue)
+{
+	struct ofl_aio *q;
+	int error;
+
+	if (options->queue_depth < 1 || options->queue_depth > OFL_AIO_MAX_QUEUE_DEPTH)
+		return -EINVAL;
+	if (options->block_bytes < 1 || options->block_bytes > OFL_AIO_MAX_BLOCK_BYTES)
+		return -EINVAL;
+	q = calloc(1, sizeof(*q));
+	if (!q)
+		return -ENOMEM;
+	q->ops = ops;
+	q->queue_depth = options->queue_depth;
+	q->block_bytes = options->block_bytes;
+	error = -pthread_mutex_init(&q->lock, NULL);
+	if (error)
+		goto out_free;
+	error = ops->start(q);
+	if (error)
+		goto out_lock;
+	*queue = q;
+	return 0;
+
+out_lock:
+	pthread_mutex_destroy(&q->lock);
+out_free:
+	free(q);
+	return error;
+}
+
+void ofl_aio_close(struct ofl_aio *queue)
+{
+	pthread_mutex_lock(&queue->lock);
+	queue->is_closing = true;
+	queue->ops->wake(queue, 0);
+	pthread_mutex_unlock(&queue->lock);
+	queue->ops->stop(queue);
+	pthread_mutex_destroy(&queue->lock);
+	free(queue);
+}
+
+void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats)
+{
+	pthread_mutex_lock(&queue->lock);
+	*stats = queue->stats;
+	pthread_mutex_unlock(&queue->lock);
+}
+
+/* ---- requests ---- */
+
+static int init_done_condition(pthread_cond_t *condition)
+{
+	pthread_condattr_t attributes;
+	int error = pthread_condattr_init(&attributes);
+
+	if (error)
+		return -error;
+	/* A change of the wall clock must not change a timeout. */
+	error = pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+	if (!error)
+		error = pthread_cond_init(condition, &attributes);
+	pthread_condattr_destroy(&attributes);
+	return -error;
+}
+
+static int create_request(const struct ofl_aio_transfer *transfer,
+			  struct ofl_aio_request **request)
+{
+	struct ofl_aio_request *r = calloc(1, sizeof(*r));
+	int error;
+
+	if (!r)
+		return -ENOMEM;
+	r->transfer = *transfer;
+	r->result.done_bytes = transfer->len;
+	atomic_init(&r->num_holds, 2);
+	atomic_init(&r->is_done, false);
+	error = -pthread_mutex_init(&r->lock, NULL);
+	if (error)
+		goto out_free;
+	error = init_done_condition(&r->done);
+	if (error)
+		goto out_lock;
+	*request = r;
+	return 0;
+
+out_lock:
+	pthread_mutex_destroy(&r->lock);
+out_free:
+	free(r);
+	return error;
+}
+
+void ofl_aio_release(struct ofl_aio_request *request)
+{
+	/* acq_rel: what the other holder did comes before the free() here. */
+	if (atomic_fetch_sub_explicit(&request->num_holds, 1, memory_order_acq_rel) != 1)
+		return;
+	pthread_cond_destroy(&request->done);
+	pthread_mutex_destroy(&request->lock);
+	free(request);
+}
+
+/* Wake the waiters and give up the queue's hold.  Without the queue's lock. */
+static void announce_done(struct ofl_aio_request *request)
+{
+	pthread_mutex_lock(&request->lock);
+	/* release: a reader that sees it set sees the result and the bytes. */
+	atomic_store_explicit(&request->is_done, true, memory_order_release);
+	pthread_cond_broadcast(&request->done);
+	pthread_mutex_unlock(&request->lock);
+	ofl_aio_release(request);
+}
+
+int ofl_aio_is_done(struct ofl_aio_request *request)
+{
+	/* acquire: pairs with the release in announce_done(). */
+	return atomic_load_explicit(&request->is_done, memory_order_acquire);
+}
+
+static struct timespec time_after(int64_t timeout_ns)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	time.tv_sec += timeout_ns / NS_PER_S;
+	time.tv_nsec += timeout_ns % NS_PER_S;
+	if (time.tv_nsec >= NS_PER_S) {
+		time.tv_sec++;
+		time.tv_nsec -= NS_PER_S;
+	}
+	return time;
+}
+
+int ofl_aio_wait(struct ofl_aio_request *request, int64_t timeout_ns)
+{
+	struct timespec deadline = { 0 };
+	int error = 0;
+
+	if (ofl_aio_is_done(request))
+		return 0;
+	if (timeout_ns == 0)
+		return -ETIMEDOUT;
+	if (timeout_ns > 0)
+		deadline = time_after(timeout_ns);
+	pthread_mutex_lock(&request->lock);
+	while (!ofl_aio_is_done(request) && error != ETIMEDOUT) {
+		if (timeout_ns < 0)
+			error = pthread_cond_wait(&request->done, &request->lock);
+		else
+			error = pthread_cond_timedwait(&request->done, &request->lock,
+						       &deadline);
+	}
+	pthread_mutex_unlock(&request->lock);
+	return ofl_aio_is_done(request) ? 0 : -ETIMEDOUT;
+}
+
+int ofl_aio_result(struct ofl_aio_request *request, struct ofl_aio_result *result)
+{
+	if (!ofl_aio_is_done(request))
+		return -EBUSY;
+	*result = request->result;
+	return 0;
+}
+
+/* ---- submission ---- */
+
+static int check_transfer(const struct ofl_aio *queue, const struct ofl_aio_transfer *t)
+{
+	uint64_t low_bits = (uint64_t)t->alignment - 1;
+
+	if (t->operation != OFL_AIO_READ && t->operation != OFL_AIO_WRITE)
+		return -EINVAL;
+	if (t->priority < 0 || t->priority >= OFL_AIO_NUM_PRIORITIES)
+		return -EINVAL;
+	if (t->alignment == 0 || (t->alignment & low_bits))
+		return -EINVAL;
+	if (((uintptr_t)t->buf | t->len | t->offset | queue->block_bytes) & low_bits)
+		return -EINVAL;
+	if (t->offset > INT64_MAX || t->len > INT64_MAX - t->offset)
+		return -EOVERFLOW;
+	return 0;
+}
+
+/* Called with the queue's lock held, as all functions of the lists. */
+static void append_request(struct ofl_aio *queue, struct ofl_aio_request *request)
+{
+	int priority = request->transfer.priority;
+
+	request->previous = queue->waiting[priority].last;
+	if (request->previous)
+		request->previous->next = request;
+	else
+		queue->waiting[priority].first = request;
+	queue->waiting[priority].last = request;
+}
+
+static void remove_request(struct ofl_aio *queue, struct ofl_aio_request *request)
+{
+	int priority = request->transfer.priority;
+
+	if (request->previous)
+		request->previous->next = request->next;
+	else
+		queue->waiting[priority].first = request->next;
+	if (request->next)
+		request->next->previous = request->previous;
+	else
+		queue->waiting[priority].last = request->previous;
+	request->next = request->previous = NULL;
+}
+
+static void count_request(struct ofl_aio *queue, int operation)
+{
+	if (operation == OFL_AIO_READ)
+		queue->stats.read_requests++;
+	else
+		queue->stats.write_requests++;
+}
+
+static void count_bytes(struct ofl_aio *queue, int operation, size_t num_bytes)
+{
+	if (operation == OFL_AIO_READ)
+		queue->stats.read_bytes += num_bytes;
+	else
+		queue->stats.write_bytes += num_bytes;
+}
+
+int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfer,
+		   struct ofl_aio_request **request)
+{
+	struct ofl_aio_request *r = NULL;
+	int error = check_transfer(queue, transfer);
+
+	if (error)
+		return error;
+	error = create_request(transfer, &r);
+	if (error)
+		return error;
+	*request = r; /* the caller's hold keeps it, even if it is done at once */
+	pthread_mutex_lock(&queue->lock);
+	if (transfer->len) {
+		append_request(queue, r);
+		queue->ops->wake(queue, (transfer->len - 1) / queue->block_bytes + 1);
+	} else {
+		count_request(queue, transfer->operation);
+	}
+	pthread_mutex_unlock(&queue->lock);
+	if (!transfer->len)
+		announce_done(r);
+	return 0;
+}
+
+bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
+{
+	struct ofl_aio_request *request = NULL;
+	size_t len;
+
+	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES && !request; p++)
+		request = queue->waiting[p].first;
+	if (!request)
+		return false;
+	len = request->transfer.len - request->cut_bytes;
+	if (len > queue->block_bytes)
+		len = queue->block_bytes;
+	*piece = (struct ofl_aio_piece){
+		.request = request,
+		.start = request->cut_bytes,
+		.len = len,
+	};
+	request->cut_bytes += len;
+	request->num_pieces++;
+	if (request->cut_bytes == request->transfer.len)
+		remove_request(queue, request);
+	return true;
+}
+
+/* ---- completion ---- */
+
+/* The first byte that the next call transfers.  A short transfer of an O_DIRECT
+ * file may end between two multiples of the alignment: start at the lower one
+ * and move a few bytes again. */
+static size_t resume_at(const struct ofl_aio_piece *piece)
+{
+	return piece->done_bytes & ~((size_t)piece->request->transfer.alignment - 1);
+}
+
+struct ofl_aio_rest ofl_aio_piece_rest(const struct ofl_aio_piece *piece)
+{
+	const struct ofl_aio_transfer *t = &piece->request->transfer;
+	size_t from = resume_at(piece);
+
+	return (struct ofl_aio_rest){
+		.fd = t->fd,
+		.operation = t->operation,
+		.buf = (char *)t->buf + piece->start + from,
+		.len = piece->len - from,
+		.offset = t->offset + piece->start + from,
+	};
+}
+
+/* Drop what was not handed out yet, and keep the error of the lowest byte. */
+static void fail_request(struct ofl_aio *queue, const struct ofl_aio_piece *piece,
+			 int error)
+{
+	struct ofl_aio_request *request = piece->request;
+	size_t reached = piece->start + piece->done_bytes;
+
+	if (request->cut_bytes < request->transfer.len) {
+		remove_request(queue, request);
+		request->cut_bytes = request->transfer.len;
+	}
+	/* done_bytes starts at len, so the first error is always lower. */
+	if (reached < request->result.done_bytes) {
+		request->result.error = error;
+		request->result.done_bytes = reached;
+	}
+}
+
+static void finish_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece, int error)
+{
+	struct ofl_aio_request *request = piece->request;
+	int operation = request->transfer.operation;
+	bool is_done;
+
+	pthread_mutex_lock(&queue->lock);
+	count_bytes(queue, operation, piece->done_bytes);
+	if (error)
+		fail_request(queue, piece, error);
+	request->num_pieces--;
+	is_done = !request->num_pieces && request->cut_bytes == request->transfer.len;
+	if (is_done)
+		count_request(queue, operation);
+	pthread_mutex_unlock(&queue->lock);
+	if (is_done)
+		announce_done(request);
+}
+
+/* Note progress.  Returns 0, or -errno if there was none or too much. */
+static int advance(struct ofl_aio_piece *piece, size_t num_bytes)
+{
+	size_t from = resume_at(piece);
+
+	if (num_bytes > piece->len - from)
+		return -EIO; /* more than was asked: nothing can be trusted */
+	if (from + num_bytes <= piece->done_bytes)
+		return piece->request->transfer.operation == OFL_AIO_READ ? -ENODATA : -EIO;
+	piece->done_bytes = from + num_bytes;
+	piece->num_retries = 0;
+	return 0;
+}
+
+enum ofl_aio_next ofl_aio_complete(struct ofl_aio *queue, struct ofl_aio_piece *piece,
+				   ssize_t result)
+{
+	int error;
+
+	if ((result == -EINTR || result == -EAGAIN) &&
+	    piece->num_retries++ < OFL_AIO_MAX_RETRIES)
+		return OFL_AIO_RETRY;
+	error = result < 0 ? (int)result : advance(piece, (size_t)result);
+	if (!error && piece->done_bytes < piece->len)
+		return OFL_AIO_CONTINUE;
+	finish_piece(queue, piece, error);
+	return OFL_AIO_FINISHED;
+}
+
+/* ---- for the backends' threads ---- */
+
+int ofl_aio_start_thread(pthread_t *thread, void *(*run)(void *), void *argument)
+{
+	sigset_t all, before;
+	int error;
+
+	/* Signals belong to the program's own threads. */
+	sigfillset(&all);
+	error = pthread_sigmask(SIG_SETMASK, &all, &before);
+	if (error)
+		return -error;
+	error = pthread_create(thread, NULL, run, argument);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	if (!error)
+		pthread_setname_np(*thread, "ofl-aio");
+	return -error;
+}
+
+void ofl_aio_pause(void)
+{
+	const struct timespec pause = { .tv_nsec = OFL_AIO_RETRY_NS };
+
+	nanosleep(&pause, NULL);
+}

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* aio.h - asynchronous reads and writes of files: the public C interface. */
+#ifndef OFL_AIO_H
+#define OFL_AIO_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/*
+ * A queue takes transfers from any thread and carries them out on threads of
+ * its own.  Each submitted transfer gives a request, on which any thread may
+ * wait; waiting for one request never waits for another.
+ *
+ *	struct ofl_aio *q;
+ *	struct ofl_aio_request *r;
+ *	struct ofl_aio_options o = { "libaio", 8, 1 << 20 };
+ *	struct ofl_aio_transfer t = { fd, OFL_AIO_READ, 0, 512, buf, len, offset };
+ *
+ *	ofl_aio_open(&o, &q);
+ *	ofl_aio_submit(q, &t, &r);
+ *	ofl_aio_wait(r, -1);
+ *	ofl_aio_result(r, &result);
+ *	ofl_aio_release(r);
+ *	ofl_aio_close(q);
+ *
+ * Functions return 0 or a count, or -errno; errno itself is not part of the
+ * interface.  Nothing here prints, aborts or raises a signal.  The threads of a
+ * queue block all signals.  A queue does not survive fork(): the child may use
+ * neither it nor its requests.
+ */
+
+/* The text from here to "cffi: end" is read by csrc/build_aio.py too. */
+/* cffi: begin */
+
+#define OFL_AIO_READ 0
+#define OFL_AIO_WRITE 1
+
+#define OFL_AIO_NEEDED 0
+#define OFL_AIO_PREFETCH 1
+#define OFL_AIO_WRITE_BACK 2
+
+#define OFL_AIO_MAX_QUEUE_DEPTH 1024
+#define OFL_AIO_MAX_BLOCK_BYTES 1073741824
+
+struct ofl_aio;
+struct ofl_aio_request;
+
+struct ofl_aio_options {
+	const char *backend;  /* "libaio" or "threads" */
+	uint32_t queue_depth; /* 1 to OFL_AIO_MAX_QUEUE_DEPTH pieces in flight */
+	size_t block_bytes;   /* 1 to OFL_AIO_MAX_BLOCK_BYTES bytes per piece */
+};
+
+struct ofl_aio_transfer {
+	int fd;             /* stays open until the request is done */
+	int operation;      /* OFL_AIO_READ, OFL_AIO_WRITE */
+	int priority;       /* OFL_AIO_NEEDED, _PREFETCH, _WRITE_BACK */
+	uint32_t alignment; /* a power of two; 1 unless fd is O_DIRECT */
+	void *buf;          /* not written to by OFL_AIO_WRITE */
+	size_t len;         /* bytes, also 0 and more than 2 GiB */
+	uint64_t offset;    /* bytes from the start of the file */
+};
+
+struct ofl_aio_result {
+	int error;         /* 0 or -errno */
+	size_t done_bytes; /* bytes from the start of buf that were transferred */
+};
+
+struct ofl_aio_stats {
+	uint64_t read_bytes; /* moved by the kernel, also of failed requests */
+	uint64_t write_bytes;
+	uint64_t read_requests; /* done, also with an error */
+	uint64_t write_requests;
+};
+
+/*
+ * Open a queue and start its threads.
+ *
+ * "libaio" submits through the kernel's io_submit(2), without the library of
+ * that name, on one thread.  It suits files opened with O_DIRECT; on others the
+ * kernel carries out each piece inside io_submit, one after the other.
+ * "threads" has queue_depth threads that call pread(2) and pwrite(2).
+ *
+ * A transfer is cut into pieces of block_bytes; at most queue_depth pieces of
+ * all transfers are in flight.
+ *
+ * Returns 0, or -EINVAL (unknown backend, a value out of range), -ENOMEM,
+ * -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more
+ * threads allowed), -ENOSYS or -EPERM (the kernel or a container refuses
+ * io_setup), -EMFILE.  On error *queue is not changed and nothing is left.
+ */
+int ofl_aio_open(const struct ofl_aio_options *options, struct ofl_aio **queue);
+
+/*
+ * Carry out all transfers that were submitted, stop the threads, free the queue.
+ *
+ * Requests stay valid until they are released.  No other call may use the queue
+ * once this one has begun.
+ */
+void ofl_aio_close(struct ofl_aio *queue);
+
+/*
+ * Start a transfer and return at once; its outcome comes from the request.
+ *
+ * Pieces of a more urgent priority start before those of a less urgent one;
+ * within a priority transfers start in the order of submission.  Short
+ * transfers are continued.  EINTR and EAGAIN are retried for some seconds.
+ * After an error no further piece of the transfer is started.
+ *
+ * The queue owns buf until the request is done, also if that reports an error.
+ * *transfer itself is copied.
+ *
+ * Returns 0, or -EINVAL (operation, priority or alignment; buf, len or offset
+ * or the queue's block_bytes not a multiple of alignment), -EOVERFLOW (the end
+ * lies beyond 2^63 - 1), -ENOMEM.  On error *request is not changed.
+ * Thread-safe.  Does not block.
+ */
+int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfer,
+		   struct ofl_aio_request **request);
+
+/*
+ * Wait until the request is done, at most timeout_ns; forever if it is < 0.
+ *
+ * Everything the transfer wrote to memory is visible to the caller afterwards.
+ *
+ * Returns 0, or -ETIMEDOUT (the transfer goes on).  Thread-safe, also several
+ * threads on one request.
+ */
+int ofl_aio_wait(struct ofl_aio_request *request, int64_t timeout_ns);
+
+/* Return 1 if the request is done, else 0.  Thread-safe.  Does not block. */
+int ofl_aio_is_done(struct ofl_aio_request *request);
+
+/*
+ * Store the outcome of a request.
+ *
+ * error is that of the lowest byte that failed; all bytes below done_bytes were
+ * transferred, later ones perhaps.  -ENODATA: the file ends after done_bytes.
+ * -EIO also says that the kernel accepted no byte of a write.
+ *
+ * Returns 0, or -EBUSY (not done yet: wait first).  Thread-safe.
+ */
+int ofl_aio_result(struct ofl_aio_request *request, struct ofl_aio_result *result);
+
+/*
+ * Give up the caller's hold on the request, done or not.  The transfer goes on;
+ * its buffer still belongs to the queue until then.
+ */
+void ofl_aio_release(struct ofl_aio_request *request);
+
+/* Store the counters since the queue was opened.  Thread-safe. */
+void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats);
+
+/* cffi: end */
+
+#endif /* OFL_AIO_H */

@@ -1,0 +1,150 @@
+"""The C library `csrc/aio` seen from Python: queues and requests, nothing decided here.
+
+Addresses are plain integers: the caller keeps the memory alive until the request is done.
+The GIL is released in every call.
+"""
+
+import errno
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+READ = 0
+WRITE = 1
+MAX_QUEUE_DEPTH = 1024
+MAX_BLOCK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """Counters of one queue since it was opened."""
+
+    read_bytes: int
+    write_bytes: int
+    read_requests: int
+    write_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueResult:
+    """The outcome of a request: `error` is 0 or a positive errno."""
+
+    error: int
+    done_bytes: int
+
+
+def unavailable_because() -> str | None:
+    """Returns why the extension cannot be used, or None if it can."""
+    if os.environ.get("OFFLOAD_PURE") == "1":
+        return "OFFLOAD_PURE=1 is set"
+    try:
+        _extension()
+    except ImportError as error:
+        return f"the extension `offload._native._aio` is missing ({error})"
+    return None
+
+
+def available() -> bool:
+    """Tells whether the extension can be used."""
+    return unavailable_because() is None
+
+
+class Request:
+    """One submitted transfer; any thread may wait for it."""
+
+    __slots__ = ("_lib", "_request")
+
+    def __init__(self, lib: Any, request: Any) -> None:
+        self._lib = lib
+        self._request = request
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Waits until the request is done; returns False if `timeout_ns` passed before."""
+        return bool(self._lib.ofl_aio_wait(self._request, timeout_ns) == 0)
+
+    def is_done(self) -> bool:
+        """Tells whether the request is done, without waiting."""
+        return bool(self._lib.ofl_aio_is_done(self._request))
+
+    def result(self) -> QueueResult:
+        """Returns the outcome of a request that is done."""
+        result = _extension().ffi.new("struct ofl_aio_result *")
+        _raise_if(self._lib.ofl_aio_result(self._request, result), "ofl_aio_result")
+        return QueueResult(error=-result.error, done_bytes=result.done_bytes)
+
+
+class Queue:
+    """An open queue. `close()` ends it; no other call may run at that time or later."""
+
+    def __init__(self, backend: str, *, queue_depth: int, block_bytes: int) -> None:
+        """Opens the queue.
+
+        Raises:
+            OSError: The kernel refused, with its errno.
+        """
+        ffi, lib = _extension().ffi, _extension().lib
+        name = ffi.new("char[]", backend.encode())
+        options = ffi.new("struct ofl_aio_options *")
+        options.backend = name
+        options.queue_depth = queue_depth
+        options.block_bytes = block_bytes
+        queue = ffi.new("struct ofl_aio **")
+        _raise_if(lib.ofl_aio_open(options, queue), f"opening a `{backend}` queue")
+        self._ffi = ffi
+        self._lib = lib
+        self._queue = queue[0]
+
+    def submit(
+        self,
+        operation: int,
+        *,
+        fd: int,
+        priority: int,
+        alignment: int,
+        address: int,
+        num_bytes: int,
+        offset: int,
+    ) -> Request:
+        """Starts a transfer and returns at once.
+
+        Raises:
+            OSError: The arguments are out of range (EINVAL, EOVERFLOW) or memory is short.
+        """
+        transfer = self._ffi.new("struct ofl_aio_transfer *")
+        transfer.fd = fd
+        transfer.operation = operation
+        transfer.priority = priority
+        transfer.alignment = alignment
+        transfer.buf = self._ffi.cast("void *", address)
+        transfer.len = num_bytes
+        transfer.offset = offset
+        out = self._ffi.new("struct ofl_aio_request **")
+        _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
+        return Request(self._lib, self._ffi.gc(out[0], self._lib.ofl_aio_release))
+
+    def stats(self) -> QueueStats:
+        """Returns the counters."""
+        stats = self._ffi.new("struct ofl_aio_stats *")
+        self._lib.ofl_aio_read_stats(self._queue, stats)
+        return QueueStats(
+            read_bytes=stats.read_bytes,
+            write_bytes=stats.write_bytes,
+            read_requests=stats.read_requests,
+            write_requests=stats.write_requests,
+        )
+
+    def close(self) -> None:
+        """Carries out what was submitted, then stops the threads."""
+        self._lib.ofl_aio_close(self._queue)
+
+
+@functools.cache
+def _extension() -> Any:
+    return importlib.import_module("offload._native._aio")
+
+
+def _raise_if(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(-result, f"{what}: {os.strerror(-result)} ({errno.errorcode.get(-result)})")

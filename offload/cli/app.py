@@ -1,0 +1,248 @@
+"""The commands of `offload` and their options."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from offload.cli.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_USE,
+    Output,
+    standard_output,
+)
+
+# Each command imports what it calls: `offload --help` loads neither torch nor pydantic.
+
+# typer exports the most special of its usage errors only; this is what they have in common.
+_UsageError: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+app = typer.Typer(
+    name="offload",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show configurations and their schema."
+)
+app.add_typer(config_app, name="config")
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value]...", help="Changes to single keys, such as train.steps=4."),
+]
+Store = Annotated[
+    Path,
+    typer.Argument(metavar="STORE", help="A run directory or a store directory.", exists=True),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command that `arguments` name and exits with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command that `arguments` name and returns its exit code: 0, 1, 2 or 130."""
+    output = standard_output(as_json="--json" in arguments)
+    # What a library prints must not mix with the object on standard output.
+    quiet = contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext()
+    try:
+        with quiet:
+            code = app(list(arguments), prog_name="offload", standalone_mode=False, obj=output)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except _UsageError as error:
+        return _report_usage(output, error)
+    except Exception as error:  # noqa: BLE001 - the last place that can say what failed
+        return output.report(error)
+    if code == EXIT_INTERRUPTED:
+        output.report_message("interrupted", kind="KeyboardInterrupt")
+    return code if isinstance(code, int) else 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"offload {version('offload')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _configure(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what is decided, not only warnings.")
+    ] = False,
+) -> None:
+    """Train PyTorch models that are larger than memory, exactly."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        stream=sys.stderr,
+        format="%(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    config: Run,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Continue a run: PATH's, or with `auto` that of --run-dir where there is one.",
+        ),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where config, plan, metrics and store go. [default: a new one under runs/]",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train the model that RUN.toml describes."""
+    from offload.config import load_config
+
+    output = _output(context, as_json)
+    settings = load_config(config, overrides or ())
+
+    from offload.cli.progress import PrintedSteps
+    from offload.cli.tables import render_train
+    from offload.runs.train import run_training
+
+    result = run_training(
+        settings,
+        run_dir=run_dir,
+        resume="auto" if resume == "auto" else Path(resume) if resume else None,
+        progress=PrintedSteps(output.progress_console()),
+    )
+    output.show(result, render_train)
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    config: Run,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether the run fits this machine and what it will move."""
+    from offload.config import load_config
+
+    output = _output(context, as_json)
+    settings = load_config(config, overrides or ())
+
+    from offload.cli.tables import render_plan
+    from offload.runs.planning import plan_run
+
+    result = plan_run(settings)
+    output.show(result, render_plan)
+    if not result.fits:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def inspect(context: typer.Context, store: Store, as_json: Json = False) -> None:
+    """Show what a store's newest commit holds."""
+    from offload.cli.tables import render_facts
+    from offload.runs.inspection import inspect_store
+
+    _output(context, as_json).show(inspect_store(store), render_facts)
+
+
+@app.command()
+def verify(context: typer.Context, store: Store, as_json: Json = False) -> None:
+    """Read every block of a store and compare it with its checksum."""
+    from offload.cli.tables import render_verify
+    from offload.runs.inspection import verify_store
+
+    result = verify_store(store)
+    _output(context, as_json).show(result, render_verify)
+    if not result.ok:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="Directories for a store. [default: .]"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine and the paths for what a run needs."""
+    from offload.cli.tables import render_doctor
+    from offload.runs.doctor import run_checks
+
+    report = run_checks(paths or [Path()])
+    _output(context, as_json).show(report, render_doctor)
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@config_app.command()
+def show(
+    context: typer.Context, config: Run, overrides: Overrides = None, as_json: Json = False
+) -> None:
+    """Print the resolved configuration, every default included."""
+    from offload.config import load_config
+
+    output = _output(context, as_json)
+    settings = load_config(config, overrides or ())
+    if output.as_json:
+        output.write_json(settings.to_dict())
+    else:
+        output.write(settings.to_toml())
+
+
+@config_app.command()
+def schema(context: typer.Context, as_json: Json = False) -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from offload.config import Config
+
+    _output(context, as_json).write_json(Config.json_schema())
+
+
+def _output(context: typer.Context, as_json: bool) -> Output:
+    output: Output = context.obj
+    output.as_json = as_json
+    return output
+
+
+def _report_usage(output: Output, error: Exception) -> int:
+    message = getattr(error, "format_message", error.__str__)()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{message}\n")
+        message = "a command is missing"
+    output.report_message(message, kind="UsageError")
+    return EXIT_WRONG_USE

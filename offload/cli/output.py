@@ -1,0 +1,98 @@
+"""What a command prints: one JSON object, or tables and lines for a reader."""
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+
+from offload.errors import ConfigError, OffloadError, PlanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_FAILED = 1
+EXIT_WRONG_USE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Result(Protocol):
+    """What a function of `offload.runs` returns to a command."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the object that `--json` prints."""
+
+
+ResultT = TypeVar("ResultT", bound=Result)
+
+
+class Output:
+    """Prints a command's result, progress and errors.
+
+    With `as_json`, standard output gets exactly one JSON object and standard error the rest.
+    """
+
+    def __init__(self, *, as_json: bool, stdout: TextIO, stderr: TextIO) -> None:
+        self.as_json = as_json
+        self._stdout = stdout
+        self._stderr = stderr
+
+    def show(self, result: ResultT, render: Callable[["Console", ResultT], None]) -> None:
+        """Prints `result`: as JSON, or for a reader by `render`."""
+        if self.as_json:
+            self.write_json(result.to_json())
+        else:
+            render(_console(self._stdout), result)
+
+    def progress_console(self) -> "Console":
+        """Returns where progress goes: standard output, or with `as_json` standard error."""
+        return _console(self._stderr if self.as_json else self._stdout)
+
+    def write(self, text: str) -> None:
+        """Prints `text`, which is the result."""
+        self._stdout.write(text)
+        self._stdout.flush()
+
+    def write_json(self, values: Mapping[str, Any]) -> None:
+        """Prints the one JSON object; numbers that JSON does not have become null."""
+        text = json.dumps(_finite(values), allow_nan=False, indent=2, default=str)
+        self.write(f"{text}\n")
+
+    def report(self, error: Exception) -> int:
+        """Prints `error` and returns the exit code that it stands for."""
+        if not isinstance(error, OffloadError):
+            traceback.print_exception(error, file=self._stderr)
+        self.report_message(str(error) or "no message", kind=type(error).__name__)
+        return EXIT_WRONG_USE if isinstance(error, ConfigError | PlanError) else EXIT_FAILED
+
+    def report_message(self, message: str, *, kind: str) -> None:
+        """Prints the message of an error whose type is called `kind`."""
+        if self.as_json:
+            self.write_json({"error": {"type": kind, "message": message}})
+        else:
+            self._stderr.write(f"error: {message}\n")
+            self._stderr.flush()
+
+
+def standard_output(*, as_json: bool) -> Output:
+    """Returns the output to the process's standard streams."""
+    return Output(as_json=as_json, stdout=sys.stdout, stderr=sys.stderr)
+
+
+def _console(stream: TextIO) -> "Console":
+    from rich.console import Console
+
+    # Where there is no terminal there is no width: lines are not cut.
+    width = None if stream.isatty() else 140
+    return Console(file=stream, width=width, highlight=False, markup=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,62 @@
+"""The lines that a run prints while it goes on."""
+
+from rich.console import Console
+from rich.text import Text
+
+from offload.runs.metrics import StepMetrics
+from offload.sizes import format_size
+
+_COLUMNS = (
+    ("step", 5),
+    ("loss", 8),
+    ("grad norm", 9),
+    ("tokens/s", 8),
+    ("forward", 8),
+    ("backward", 8),
+    ("update", 8),
+    ("I/O wait", 8),
+    ("read", 9),
+    ("written", 9),
+    ("host peak", 9),
+    ("/bound", 6),
+)
+
+
+class PrintedSteps:
+    """Prints one line for each step as it ends, below the names of the columns."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._has_header = False
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        if not self._has_header:
+            header = " ".join(f"{name:>{width}}" for name, width in _COLUMNS)
+            self._console.print(Text(header, style="bold"), soft_wrap=True)
+            self._has_header = True
+        self._console.print(Text(step_line(metrics)), soft_wrap=True)
+
+
+def step_line(metrics: StepMetrics) -> str:
+    """Returns the line of one step: seconds per phase, bytes in binary units."""
+    cells = (
+        str(metrics.step),
+        f"{metrics.loss:.4f}",
+        f"{metrics.grad_norm:.3f}",
+        f"{metrics.tokens_per_s:.0f}",
+        *(
+            f"{seconds:.3f}s"
+            for seconds in (
+                metrics.forward_s,
+                metrics.backward_s,
+                metrics.update_s,
+                metrics.io_wait_s,
+            )
+        ),
+        format_size(metrics.read_bytes),
+        format_size(metrics.write_bytes),
+        format_size(metrics.host_peak_bytes),
+        "-" if metrics.achieved_over_bound is None else f"{metrics.achieved_over_bound:.2f}",
+    )
+    line = " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    return f"{line}  skipped: the gradient norm is not finite" if metrics.skipped else line

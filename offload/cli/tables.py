@@ -1,0 +1,115 @@
+"""Results as tables for a reader."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.cli.figures import NONE, format_figure
+from offload.cli.output import Result
+
+_RUN_FIGURES = (
+    ("parameters", "parameters"),
+    ("state", "state_bytes"),
+    ("validation loss before", "validation_loss_before"),
+    ("validation loss after", "validation_loss_after"),
+    ("host tier, budget", "host_budget_bytes"),
+    ("host tier, peak", "host_peak_bytes"),
+    ("device tier, budget", "device_budget_bytes"),
+    ("device tier, peak", "device_peak_bytes"),
+    ("RSS before the run", "rss_baseline_bytes"),
+    ("RSS peak", "rss_peak_bytes"),
+    ("activations, peak", "activation_peak_bytes"),
+    ("read per step", "read_bytes_per_step"),
+    ("    by the formula", "formula_read_bytes_per_step"),
+    ("written per step", "write_bytes_per_step"),
+    ("    by the formula", "formula_write_bytes_per_step"),
+    ("step", "step_s"),
+    ("    its bound", "bound_s"),
+    ("    achieved/bound", "achieved_over_bound"),
+    ("update", "update_s"),
+    ("    its bound", "update_bound_s"),
+    ("    achieved/bound", "update_achieved_over_bound"),
+    ("I/O wait", "io_wait_s"),
+    ("prefetch hit rate", "prefetch_hit_rate"),
+    ("tokens/s", "tokens_per_s"),
+    ("state digest", "state_digest"),
+    ("store", "store"),
+    ("run directory", "run_dir"),
+)
+
+
+def render_train(console: Console, result: Result) -> None:
+    """Prints what a run reached and what it took."""
+    values = result.to_json()
+    title = f"{values['steps']} steps done"
+    if values.get("stopped_by"):
+        title = f"stopped by {values['stopped_by']} after step {values['steps']}"
+    rows = [(label, format_figure(key, values[key])) for label, key in _RUN_FIGURES]
+    console.print(_facts(title, rows))
+
+
+def render_plan(console: Console, result: Result) -> None:
+    """Prints whether a run fits, and bytes per tier."""
+    values = result.to_json()
+    table = Table("tier", "budget", "planned", title="plan")
+    for name, tier in values["tiers"].items():
+        table.add_row(
+            name,
+            format_figure("budget_bytes", tier["budget_bytes"]),
+            format_figure("planned_bytes", tier["planned_bytes"]),
+        )
+    console.print(table)
+    rows = [("fits", "yes" if values["fits"] else "no")]
+    rows += [("reason", reason) for reason in values["reasons"]]
+    rows += [
+        (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
+        for key, found in values["smallest"].items()
+    ]
+    rows += [(key, format_figure(key, found)) for key, found in values["policy"].items()]
+    rows += [
+        (key, format_figure(key, found))
+        for key, found in values["predicted"].items()
+        if found is not None
+    ]
+    console.print(_facts("run", rows))
+
+
+def render_verify(console: Console, result: Result) -> None:
+    """Prints the bad blocks of a store, if any, and what was read."""
+    values = result.to_json()
+    if values["bad"]:
+        columns = ("record", "parameter", "path", "file", "offset", "reason")
+        table = Table(*columns, title="bad blocks")
+        for bad in values["bad"]:
+            table.add_row(*(str(bad[column]) for column in columns))
+        console.print(table)
+    rows = [
+        ("records", str(values["records"])),
+        ("bytes", format_figure("num_bytes", values["bytes"])),
+        ("ok", "yes" if values["ok"] else "no"),
+    ]
+    console.print(_facts("store", rows))
+
+
+def render_doctor(console: Console, result: Result) -> None:
+    """Prints each check with what to do where it found something."""
+    values = result.to_json()
+    table = Table("check", "status", "found", "remedy", title="doctor")
+    for check in values["checks"]:
+        table.add_row(check["name"], check["status"], check["found"], check["remedy"] or NONE)
+    console.print(table)
+
+
+def render_facts(console: Console, result: Result) -> None:
+    """Prints plain figures, one a row."""
+    values = result.to_json()
+    rows = [(key.replace("_", " "), format_figure(key, value)) for key, value in values.items()]
+    console.print(_facts("store", rows))
+
+
+def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table("", "", title=title, show_header=False)
+    for label, text in rows:
+        table.add_row(label, text)
+    return table

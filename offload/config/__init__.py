@@ -1,0 +1,29 @@
+"""The configuration of a run: schema, presets, overrides and messages."""
+
+from offload.config.loading import build_config, load_config
+from offload.config.presets import preset_names, resolve_policy
+from offload.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TiersConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "TiersConfig",
+    "TrainConfig",
+    "build_config",
+    "load_config",
+    "preset_names",
+    "resolve_policy",
+]

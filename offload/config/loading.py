@@ -1,0 +1,91 @@
+"""Reads a configuration from TOML, overrides and presets."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from offload.config.messages import describe_errors, describe_problems, describe_unknown
+from offload.config.overrides import apply_overrides, parse_overrides
+from offload.config.presets import resolve_policy
+from offload.config.schema import Config
+from offload.config.supported import unsupported_values
+from offload.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration in the file `path`, changed by `key=value` overrides.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key or value is wrong or not available.
+    """
+    changes = parse_overrides(overrides)
+    return build_config(_read(Path(path)), overrides=changes, source=f"config `{path}`")
+
+
+def build_config(
+    values: Mapping[str, Any] | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    source: str = "config",
+) -> Config:
+    """Returns the configuration of nested `values`, changed by `overrides` with dotted keys.
+
+    Args:
+        values: Tables as in a file; `policy` may also be a preset's name or a file.
+        overrides: Values by dotted key, such as `{"tiers.host.memory": "24GiB"}`.
+        source: Where the values come from, for messages.
+
+    Raises:
+        ConfigError: A key or value is wrong or not available.
+    """
+    changes = dict(overrides or {})
+    merged = dict(values or {})
+    # A preset is resolved before single choices change it.
+    merged["policy"] = _policy(changes.pop("policy", merged.get("policy")), source)
+    merged = apply_overrides(merged, changes)
+    return _validated(merged, source=source, overrides=list(overrides or {}))
+
+
+def _policy(policy: object, source: str) -> dict[str, Any]:
+    if policy is not None and not isinstance(policy, str | Path | Mapping):
+        raise ConfigError(
+            f"{source}, key `policy`: expected a preset's name, a file or a table, "
+            f"found `{policy}`; change `policy`"
+        )
+    return resolve_policy(policy)
+
+
+def _validated(values: dict[str, Any], *, source: str, overrides: list[str]) -> Config:
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        message = describe_errors(error, source=source, overrides=overrides)
+        raise ConfigError(message) from error
+    # `model` takes any key, as a factory may have arguments of any name.
+    extra = [] if config.model.factory else list(config.model.model_extra or {})
+    if extra:
+        lines = [
+            describe_unknown(f"model.{key}", source=source, overrides=overrides) for key in extra
+        ]
+        raise ConfigError("\n".join(lines))
+    problems = list(unsupported_values(config))
+    if problems:
+        raise ConfigError(describe_problems(problems, source=source, overrides=overrides))
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read config `{path}`: expected a TOML file, found: {error}; "
+            "name a file that exists"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"cannot read config `{path}`: expected TOML, found: {error}; correct that line"
+        ) from error

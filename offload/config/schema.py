@@ -1,0 +1,266 @@
+"""Every key of a run's configuration, with its type, default and meaning."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from offload.config.fields import (
+    AbsolutePath,
+    Betas,
+    Count,
+    CountOrZero,
+    DeviceKind,
+    NotNegative,
+    OptimizerName,
+    OrderName,
+    Overlap,
+    Paths,
+    Section,
+    Size,
+)
+from offload.config.toml import format_toml
+
+
+class ModelConfig(Section):
+    """Which model is trained: a built-in kind, or a callable of the user's."""
+
+    # Keys that are not fields go to the factory; without one they are refused.
+    model_config = ConfigDict(extra="allow")
+
+    kind: Literal["gpt", "factory"] = "gpt"
+    """`"gpt"` is the built-in decoder; `"factory"` is implied by `model.factory`."""
+    layers: Count = 12
+    """Number of decoder blocks."""
+    width: Count = 768
+    """Features per token; a multiple of `heads`."""
+    heads: Count = 12
+    """Attention heads per block."""
+    context: Count = 256
+    """Tokens per sequence; also the length of the data's windows."""
+    vocabulary: Count = 256
+    """Number of token values; text is read as bytes, so at least 256."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Element type of the parameters."""
+    factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """`"module:callable"`. It is called with the other keys that are set under `model`, and
+    returns a module whose call `model(inputs, targets)` gives the loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "factory" in values and "kind" not in values:
+            return {**values, "kind": "factory"}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.factory is not None) != (self.kind == "factory"):
+            raise ValueError(
+                f"`kind` is `{self.kind}` and `factory` is `{self.factory}`: "
+                'with `factory` leave `kind` out, with `kind = "factory"` set `factory`'
+            )
+        if self.kind == "gpt" and self.width % self.heads:
+            raise ValueError(
+                f"`width` must be a multiple of `heads`, found {self.width} and {self.heads}"
+            )
+        if self.kind == "gpt" and self.vocabulary < 256:
+            raise ValueError(
+                f"`vocabulary` must be 256 or more, as text is read as bytes, "
+                f"found {self.vocabulary}"
+            )
+        return self
+
+    def factory_arguments(self) -> dict[str, Any]:
+        """Returns the keywords for the factory: what is set under `model` but itself."""
+        return self.model_dump(exclude={"kind", "factory"}, exclude_unset=True)
+
+
+class DataConfig(Section):
+    """Which text the model sees, read as bytes."""
+
+    source: Literal["python-stdlib", "files"] = "python-stdlib"
+    """`"python-stdlib"` is the source code of the running Python's standard library; `"files"`
+    reads `data.files`."""
+    files: Paths = ()
+    """Files or globs (`**` for folders of any depth), joined in the order given, each glob
+    sorted. Relative ones start at the current directory. Only with `source = "files"`."""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The last part of the bytes, kept for validation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.source == "files") != bool(self.files):
+            raise ValueError(
+                f'`files` must be set with `source = "files"` and only then, '
+                f'found `source = "{self.source}"` and {len(self.files)} files'
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """How long and in what steps the model is trained."""
+
+    steps: Count = 30
+    """Optimizer steps in all, also when resuming."""
+    batch: Count = 2
+    """Sequences per micro-step."""
+    micro_steps: Count = 1
+    """Forward and backward passes per optimizer step."""
+    seed: CountOrZero = 0
+    """Seeds the model's initial values and the choice of batches."""
+    max_grad_norm: NotNegative = 0.0
+    """Gradients are clipped to this norm; 0 does not clip."""
+    eval_every: CountOrZero = 0
+    """Steps between validations; 0 validates before the first and after the last step only."""
+    gradient_dtype: Literal["parameter", "float32"] = "parameter"
+    """Element type in which gradients accumulate: the parameter's own, or fp32 at twice the
+    bytes of bf16."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer, by torch's names and defaults."""
+
+    name: OptimizerName = "adamw"
+    """The update rule."""
+    lr: NotNegative = 1e-3
+    """Learning rate after the warm-up."""
+    warmup_steps: CountOrZero = 0
+    """At step t, from 1, the learning rate is `lr * min(1, t / warmup_steps)`; 0 has no
+    warm-up."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the first and the second moment."""
+    eps: NotNegative = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: NotNegative = 1e-2
+    """Decoupled weight decay; it is multiplied by the learning rate."""
+    codec: Literal["split", "fp32"] = "split"
+    """How the state is encoded, both without loss: `split` keeps the low half of the fp32 master
+    beside the bf16 parameter (10 bytes per parameter), `fp32` the whole master (12)."""
+
+
+class DeviceTierConfig(Section):
+    """Where the model computes."""
+
+    kind: DeviceKind = "cpu"
+    """`"cpu"` computes in host memory; there is no second copy."""
+    memory: Size | None = None
+    """Budget of the device tier; on `cpu` the host's budget holds, so leave it out."""
+
+
+class HostTierConfig(Section):
+    """Host RAM."""
+
+    memory: Size | None = None
+    """Hard budget for parameters, gradients, optimizer state and the windows in which they move.
+    Required unless `offload = false`."""
+
+
+class StorageTierConfig(Section):
+    """Directories on drives."""
+
+    paths: Paths = ()
+    """Directories for the store; relative ones start at the current directory. Empty: the store
+    is in the run directory."""
+    durability: Literal["commit", "none"] = "commit"
+    """`"commit"` makes the state survive a crash or power loss as of the last commit; `"none"`
+    never commits, and the state ends with the run."""
+    commit_every: CountOrZero = 0
+    """Steps between commits; 0 commits at the end of the run only. Only with
+    `durability = "commit"`."""
+    capacity: Size | None = None
+    """The most bytes that the store may take; without it, the file system's free space."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.durability == "none" and self.commit_every:
+            raise ValueError(
+                f'`commit_every` must be 0 with `durability = "none"`, found {self.commit_every}'
+            )
+        return self
+
+
+class TiersConfig(Section):
+    """The levels of memory and what each may hold."""
+
+    device: DeviceTierConfig = DeviceTierConfig()
+    """Where the model computes."""
+    host: HostTierConfig = HostTierConfig()
+    """Host RAM."""
+    storage: StorageTierConfig = StorageTierConfig()
+    """Directories on drives."""
+
+
+class PolicyConfig(Section):
+    """What is kept where and moved when. A preset gives what a run does not set."""
+
+    parameters: Literal["device", "host", "storage"]
+    """The tier in which parameters live between uses."""
+    optimizer: Literal["host", "storage"]
+    """The tier in which optimizer state lives between updates."""
+    order: OrderName
+    """Which subgroup is updated next."""
+    overlap: Overlap
+    """What updates run under; `"none"` updates after the backward pass."""
+    striping: str
+    """How blocks are spread over paths; `"single"` uses the one path there is."""
+    prefetch: CountOrZero
+    """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
+    beside the one in use; 0 fetches on demand."""
+
+
+class CheckpointConfig(Section):
+    """Named commits kept beside the newest."""
+
+    save_every: CountOrZero = 0
+    """Steps between checkpoints; 0 saves none."""
+    keep_last: CountOrZero = 0
+    """How many checkpoints are kept; 0 keeps all."""
+    drain: AbsolutePath | None = None
+    """A directory to which checkpoints are copied in the background."""
+
+
+class Config(Section):
+    """The configuration of a run: one TOML file, with every size in bytes."""
+
+    offload: bool = True
+    """`false` keeps everything in memory and runs the same arithmetic, for comparison; tiers and
+    policy then have no effect."""
+    model: ModelConfig = ModelConfig()
+    """Which model is trained."""
+    data: DataConfig = DataConfig()
+    """Which text it sees."""
+    train: TrainConfig = TrainConfig()
+    """How long and in what steps it is trained."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How it is updated."""
+    tiers: TiersConfig = TiersConfig()
+    """The levels of memory."""
+    policy: PolicyConfig
+    """What is kept where and moved when: in a file also the name of a preset, or a file."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Named commits kept beside the newest."""
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Returns the JSON schema of a file, for editors."""
+        schema = cls.model_json_schema(mode="validation")
+        # In a file a preset fills in what the table leaves out.
+        schema["$defs"]["PolicyConfig"].pop("required")
+        policy = schema["properties"]["policy"]
+        schema["properties"]["policy"] = {
+            "anyOf": [{"$ref": policy.pop("$ref")}, {"type": "string"}],
+            **policy,
+        }
+        schema.pop("required")
+        return schema
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, without what is unset, that build this very config again."""
+        values = self.model_dump(mode="json", exclude_none=True)
+        if self.model.factory is not None:
+            values["model"] = self.model.model_dump(mode="json", exclude_unset=True)
+        return values
+
+    def to_toml(self) -> str:
+        """Returns this config as a TOML file that loads as the same config."""
+        return format_toml(self.to_dict())

@@ -1,0 +1,75 @@
+"""Values that the schema knows and this version does not carry out: refused, never ignored."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from offload.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One value that cannot be used, for a message."""
+
+    key: str
+    expected: str
+    found: object
+
+
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw",),
+    "tiers.device.kind": ("cpu",),
+    "policy.parameters": ("host", "storage"),
+    "policy.order": ("sequential",),
+    "policy.overlap": ("none",),
+    "policy.striping": ("single",),
+    "checkpoint.save_every": (0,),
+    "checkpoint.keep_last": (0,),
+    "checkpoint.drain": (None,),
+}
+
+
+def unsupported_values(config: Config) -> Iterator[Problem]:
+    """Yields what `config` asks for and this version, or this combination, cannot do."""
+    for key, allowed in _SUPPORTED.items():
+        found = _lookup(config, key)
+        if found not in allowed:
+            yield Problem(key=key, expected=f"{_one_of(allowed)} in this version", found=found)
+    yield from _tier_problems(config)
+
+
+def _tier_problems(config: Config) -> Iterator[Problem]:
+    tiers = config.tiers
+    if tiers.device.kind == "cpu" and tiers.device.memory is not None:
+        yield Problem(
+            key="tiers.device.memory",
+            expected="nothing, as on device `cpu` the budget is `tiers.host.memory`",
+            found=tiers.device.memory,
+        )
+    if len(tiers.storage.paths) > 1:
+        yield Problem(
+            key="tiers.storage.paths",
+            expected="at most one path in this version",
+            found=list(tiers.storage.paths),
+        )
+    if config.offload and tiers.host.memory is None:
+        yield Problem(
+            key="tiers.host.memory",
+            expected='a budget such as `"400MiB"`, or `offload = false`',
+            found=None,
+        )
+
+
+def _lookup(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _one_of(allowed: tuple[object, ...]) -> str:
+    names = [
+        "nothing" if value is None else f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+        for value in allowed
+    ]
+    return " or ".join(names)

@@ -1,0 +1,8 @@
+"""Host memory: arenas, slot pools, hard budgets, and storages that give their slots back."""
+
+from offload.memory.arena import Arena
+from offload.memory.budget import Budget
+from offload.memory.pool import Slot, SlotPool
+from offload.memory.storages import storage_over, view_as
+
+__all__ = ["Arena", "Budget", "Slot", "SlotPool", "storage_over", "view_as"]

@@ -1,0 +1,1 @@
+"""Optimizers over streamed state: kernels, codecs, gradients, the update."""

@@ -1,0 +1,235 @@
+"""The gradient that `p.grad` shows while its values live in an accumulator.
+
+[Note: what a streamed gradient is]
+Its materialisation *is* the accumulator's memory, so that every write, slice, view and second
+backward has its plain effect. Multiplying by one number (clipping, unscaling) is not done at
+once: the factor stays *pending* and is applied in fp32 inside the fused update, to the unrounded
+gradient. Operations that return new tensors read a scaled copy; writes, and operations that
+return an alias, apply the pending factors first, rounded to nearest even.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from offload.optim.norm import GradientNorm
+
+SumsOfSquares = Callable[[Sequence[torch.Tensor], Sequence[float]], list[float]]
+"""Float64 sums of squares of 1-D gradients after the factors, in the fixed block order."""
+
+MAX_PENDING = 2
+"""Factors that the fused pass takes: the inverse loss scale and the clip factor."""
+
+aten = torch.ops.aten
+
+
+class Accumulator:
+    """One parameter's gradient in host memory, with the factors that are still pending.
+
+    Attributes:
+        memory: The gradient's values, of the parameter's shape, over arena memory.
+        scales: Pending factors, each an fp32 value, multiplied one after the other.
+    """
+
+    def __init__(self, name: str, memory: torch.Tensor, sums_of_squares: SumsOfSquares) -> None:
+        self.name = name
+        self.memory = memory
+        self.scales: list[float] = []
+        self._sums_of_squares = sums_of_squares
+
+    def start(self, gradient: torch.Tensor) -> None:
+        """Takes the first gradient of a step: copied, nothing pending."""
+        self.scales.clear()
+        self.memory.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def multiply(self, factor: float) -> None:
+        """Leaves one more factor pending; a factor of exactly 1 is none."""
+        if factor == 1.0:
+            return
+        if len(self.scales) == MAX_PENDING:
+            self.apply_scales()
+        self.scales.append(factor)
+
+    def apply_scales(self) -> None:
+        """Multiplies the memory by what is pending, rounded once to nearest even."""
+        if self.scales:
+            self.memory.copy_(self._scaled())
+            self.scales.clear()
+
+    def read(self) -> torch.Tensor:
+        """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
+        return self._scaled().to(self.memory.dtype) if self.scales else self.memory
+
+    def sum_of_squares(self) -> float:
+        return self._sums_of_squares([self.memory.view(-1)], self.scales)[0]
+
+    def _scaled(self) -> torch.Tensor:
+        value = self.memory.to(torch.float32)
+        for factor in self.scales:
+            value = value * factor
+        return value
+
+
+class StreamedGradient(torch.Tensor):
+    """What `p.grad` is between backward and update."""
+
+    accumulator: Accumulator
+
+    @staticmethod
+    def __new__(cls, accumulator: Accumulator) -> "StreamedGradient":
+        memory = accumulator.memory
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
+        )
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        self.accumulator = accumulator
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StreamedGradient({self.accumulator.read()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.accumulator.read().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.accumulator.read().clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns the gradient's values as an array over the accumulator's memory."""
+        self.accumulator.apply_scales()
+        return self.accumulator.memory.numpy(force=force)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            result = special(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _run_plainly(func, args, kwargs)
+
+
+def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `func` on the accumulators' memory and hands the streamed gradients back."""
+    handed_out: dict[int, StreamedGradient] = {}
+    aliased = _aliased_arguments(func, args, kwargs)
+
+    def materialise(value: Any) -> Any:
+        if not isinstance(value, StreamedGradient):
+            return value
+        if id(value) not in aliased:
+            return value.accumulator.read()
+        value.accumulator.apply_scales()
+        memory = value.accumulator.memory
+        handed_out[id(memory)] = value
+        return memory
+
+    plain_args, plain_kwargs = tree_map(materialise, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if not func._schema.returns:
+        return None
+    return tree_map(lambda value: handed_out.get(id(value), value), result)
+
+
+def _aliased_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The ids of tensors that `func` writes to or returns a view of."""
+    aliased: set[int] = set()
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+        aliased.update(id(leaf) for leaf in tree_leaves(value))
+    return aliased
+
+
+def _same_object(gradient: Any, *_: Any, **__: Any) -> Any:
+    return gradient
+
+
+def _as_factor(value: Any) -> float | None:
+    """Returns the one number, rounded to fp32, that `value` multiplies by, or None."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, StreamedGradient) or value.dim() != 0 or value.is_complex():
+            return None
+        return float(value.to(torch.float32))
+    if isinstance(value, (bool, complex)):
+        return None
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _multiply(gradient: Any, other: Any) -> Any:
+    factor = _as_factor(other)
+    if factor is None or not isinstance(gradient, StreamedGradient):
+        return NotImplemented
+    gradient.accumulator.multiply(factor)
+    return gradient
+
+
+def _multiply_each(gradients: Sequence[Any], other: Any) -> Any:
+    factor = _as_factor(other)
+    if factor is None or not all(isinstance(g, StreamedGradient) for g in gradients):
+        return NotImplemented
+    for gradient in gradients:
+        gradient.accumulator.multiply(factor)
+    return None
+
+
+def _unscale_each(gradients: Sequence[Any], found_inf: Any, inverse_scale: Any) -> Any:
+    if not all(isinstance(g, StreamedGradient) for g in gradients):
+        return NotImplemented
+    for gradient in gradients:
+        gradient.accumulator.apply_scales()
+        if not bool(torch.isfinite(gradient.accumulator.memory).all()):
+            found_inf.fill_(1.0)
+    return _multiply_each(gradients, inverse_scale.reshape(()))
+
+
+def _overwrite(func: Any) -> Callable[..., Any]:
+    """An operation that replaces every value: what was pending is dropped, not applied."""
+
+    def run(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(gradient, StreamedGradient):
+            return NotImplemented
+        if any(leaf is gradient for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented
+        gradient.accumulator.scales.clear()
+        return _run_plainly(func, (gradient, *args), kwargs)
+
+    return run
+
+
+def _norm(gradient: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    if ord != 2 or dim is not None or args or any(v for v in kwargs.values()):
+        return NotImplemented
+    return GradientNorm.of({gradient.accumulator.name: gradient.accumulator.sum_of_squares()})
+
+
+def _norm_each(gradients: Sequence[Any], ord: Any = 2, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    if not all(isinstance(g, StreamedGradient) for g in gradients):
+        return NotImplemented
+    norms = [_norm(g, ord, None, *args, **kwargs) for g in gradients]
+    return NotImplemented if any(n is NotImplemented for n in norms) else norms
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same_object,
+    aten.alias.default: _same_object,
+    aten.mul_.Tensor: _multiply,
+    aten.mul_.Scalar: _multiply,
+    aten._foreach_mul_.Scalar: _multiply_each,
+    aten._foreach_mul_.Tensor: _multiply_each,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_each,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norm_each,
+    aten.zero_.default: _overwrite(aten.zero_.default),
+    aten.copy_.default: _overwrite(aten.copy_.default),
+}

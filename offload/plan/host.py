@@ -1,0 +1,127 @@
+"""How the host budget is cut: gradients, parameter slots, resident bytes and the window."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.errors import PlanError
+from offload.layout import DTYPES, ModelLayout
+from offload.layout.units import TRANSFER_ALIGNMENT
+from offload.sizes import format_size, round_up
+
+Placement = Literal["host", "storage"]
+
+NUM_SLOTS = 3
+"""Unit slots when the budget allows: one in use, two being fetched."""
+MAX_BUFFERS = 16
+"""Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """Bytes of the host arenas, by purpose. All sizes are multiples of the transfer alignment."""
+
+    budget_bytes: int
+    gradient_bytes: int
+    resident_parameter_bytes: int
+    resident_state_bytes: int
+    slot_bytes: int
+    num_slots: int
+    buffer_bytes: int
+    num_buffers: int
+    smallest_bytes: int
+    """The smallest budget with which this model and these placements run."""
+
+    @property
+    def planned_bytes(self) -> int:
+        return (
+            self.gradient_bytes
+            + self.resident_parameter_bytes
+            + self.resident_state_bytes
+            + self.slot_bytes * self.num_slots
+            + self.buffer_bytes * self.num_buffers
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.smallest_bytes <= self.budget_bytes
+
+    def require_fit(self) -> None:
+        """Raises PlanError if the budget is below the smallest."""
+        if not self.fits:
+            raise PlanError(
+                f"the model does not fit `tiers.host.memory`: expected at least "
+                f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: "
+                f"{format_size(self.gradient_bytes)} of gradients, "
+                f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
+                f"resident, slots and window), found {self.budget_bytes} bytes "
+                f"({format_size(self.budget_bytes)}); raise `tiers.host.memory` to "
+                f'"{-(-self.smallest_bytes // (1 << 20))}MiB"'
+            )
+
+
+def plan_host(
+    layout: ModelLayout,
+    *,
+    budget_bytes: int,
+    parameters: Placement,
+    optimizer: Placement,
+    gradient_dtype: Literal["parameter", "float32"] = "parameter",
+    co_resident_units: int = 1,
+    is_training: bool = True,
+) -> HostPlan:
+    """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
+
+    Args:
+        co_resident_units: Most units that one call needs at once (tied parameters).
+    """
+    gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
+    on_host = parameters == "host"
+    resident_parameters = layout.parameter_bytes if on_host else 0
+    slot_bytes = 0 if on_host else max((unit.num_bytes for unit in layout.units), default=0)
+    resident_state = layout.state_bytes if optimizer == "host" and is_training else 0
+    buffer_bytes = _buffer_bytes(layout, parameters, optimizer) if is_training else 0
+
+    fixed = gradient_bytes + resident_parameters + resident_state
+    min_slots = 0 if on_host else co_resident_units
+    min_buffers = 1 if buffer_bytes else 0
+    smallest = fixed + min_slots * slot_bytes + min_buffers * buffer_bytes
+    free = max(budget_bytes - smallest, 0)
+
+    extra_slots = 0
+    if slot_bytes:
+        extra_slots = min(max(NUM_SLOTS - min_slots, 0), free // slot_bytes)
+    free -= extra_slots * slot_bytes
+    extra_buffers = min(MAX_BUFFERS - min_buffers, free // buffer_bytes) if buffer_bytes else 0
+    return HostPlan(
+        budget_bytes=budget_bytes,
+        gradient_bytes=gradient_bytes,
+        resident_parameter_bytes=resident_parameters,
+        resident_state_bytes=resident_state,
+        slot_bytes=slot_bytes,
+        num_slots=min_slots + extra_slots,
+        buffer_bytes=buffer_bytes,
+        num_buffers=min_buffers + extra_buffers,
+        smallest_bytes=smallest,
+    )
+
+
+def gradient_region_bytes(layout: ModelLayout, gradient_dtype: str) -> int:
+    """Returns the bytes of all gradient accumulators, each shard's padded."""
+    total = 0
+    for shard in layout.shards.values():
+        if shard.is_trainable:
+            itemsize = 4 if gradient_dtype == "float32" else DTYPES[shard.dtype].itemsize
+            total += round_up(shard.num_elements * itemsize, TRANSFER_ALIGNMENT)
+    return total
+
+
+def _buffer_bytes(layout: ModelLayout, parameters: Placement, optimizer: Placement) -> int:
+    """Bytes of one record buffer: the parts of the largest record that live on storage."""
+    return max(
+        (
+            (record.padded_bytes if optimizer == "storage" else 0)
+            + (record.padded_parameter_bytes if parameters == "storage" else 0)
+            for record in layout.records
+        ),
+        default=0,
+    )

@@ -1,0 +1,56 @@
+"""The rates of a machine, as measured; what bounds are computed from."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathRates:
+    """What one path delivers, in bytes/s."""
+
+    path: str
+    read_bytes_per_s: float
+    """R: reads alone."""
+    write_bytes_per_s: float
+    """W: writes alone."""
+    mixed_bytes_per_s: float
+    """b: bytes in and as many bytes out at the same time, each per second."""
+
+    def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
+        """Returns the least time for the bytes, as much as possible both ways at once."""
+        both = min(read_bytes, write_bytes)
+        return (
+            both / self.mixed_bytes_per_s
+            + (read_bytes - both) / self.read_bytes_per_s
+            + (write_bytes - both) / self.write_bytes_per_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The rates of one machine."""
+
+    paths: tuple[PathRates, ...]
+    copy_bytes_per_s: float
+    """M: bytes read plus bytes written per second of a copy in memory."""
+    update_parameters_per_s: float
+    """The fused pass with all operands in memory."""
+
+    def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
+        """Returns the least time over all paths with the best split of the bytes."""
+        if read_bytes == 0 and write_bytes == 0:
+            return 0.0
+        return 1.0 / sum(
+            1.0 / path.transfer_s(read_bytes=read_bytes, write_bytes=write_bytes)
+            for path in self.paths
+        )
+
+    def memory_s(self, *, num_parameters: int, read_bytes: int, write_bytes: int) -> float:
+        """Returns T_dram: the fused pass and the copies of the bytes moved."""
+        return (
+            num_parameters / self.update_parameters_per_s
+            + (read_bytes + write_bytes) / self.copy_bytes_per_s
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

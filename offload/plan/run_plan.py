@@ -1,0 +1,96 @@
+"""The plan of a run: whether it fits, bytes per tier, and what a step will move."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.errors import PlanError
+from offload.layout import ModelLayout
+from offload.plan.host import HostPlan
+from offload.plan.machine import Machine
+from offload.plan.storage import StoragePlan
+from offload.plan.traffic import StepTraffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run will need and move. Nothing has been loaded or written for it."""
+
+    layout: ModelLayout
+    host: HostPlan | None
+    """None where everything is in ordinary memory (`offload=false`)."""
+    storage: StoragePlan | None
+    """None where nothing is stored."""
+    storage_path: str
+    traffic: StepTraffic
+    policy: dict[str, str]
+    machine: Machine | None = None
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the run does not fit; empty if it does."""
+        found = [] if self.host is None else _host_reasons(self.host)
+        if self.storage is not None:
+            found.extend(self.storage.reasons(path=self.storage_path))
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    def require_fit(self) -> None:
+        """Raises PlanError with every reason if the run does not fit."""
+        if not self.fits:
+            raise PlanError("; ".join(self.reasons))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys of `offload plan`; what does not apply or is not known is None."""
+        host, storage = self.host, self.storage
+        return {
+            "fits": self.fits,
+            "reasons": self.reasons,
+            "smallest": {
+                "host_memory": host.smallest_bytes if host else None,
+                "device_memory": None,
+                "storage": storage.planned_bytes if storage else None,
+            },
+            "tiers": {
+                "device": {"budget_bytes": None, "planned_bytes": None},
+                "host": {
+                    "budget_bytes": host.budget_bytes if host else None,
+                    "planned_bytes": host.planned_bytes if host else None,
+                    "cut": asdict(host) if host else None,
+                },
+                "storage": {
+                    "budget_bytes": storage.budget_bytes if storage else None,
+                    "planned_bytes": storage.planned_bytes if storage else None,
+                },
+            },
+            "policy": self.policy,
+            "parameters": self.layout.num_parameters,
+            "state_bytes": self.layout.state_bytes,
+            "predicted": self._predicted(),
+            "machine": self.machine.to_json() if self.machine else None,
+        }
+
+    def _predicted(self) -> dict[str, float | int | None]:
+        return {
+            "step_s": None,
+            "forward_s": None,
+            "backward_s": None,
+            "update_s": None,
+            "exposed_io_s": None,
+            "bound_s": None,
+            "read_bytes_per_step": self.traffic.read_bytes,
+            "write_bytes_per_step": self.traffic.write_bytes,
+            "rss_peak_bytes": None,
+            "written_bytes_per_day": None,
+            "tokens_to_hide_io": None,
+        }
+
+
+def _host_reasons(host: HostPlan) -> list[str]:
+    try:
+        host.require_fit()
+    except PlanError as error:
+        return [str(error)]
+    return []

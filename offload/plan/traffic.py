@@ -1,0 +1,152 @@
+"""Bytes that one step moves from and to storage, computed from the policy alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.layout import ModelLayout, section_kinds
+from offload.plan.host import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroStepTraffic:
+    """Bytes of one micro-step: parameters fetched, gradients spilled and read back."""
+
+    forward_read_bytes: int
+    backward_read_bytes: int
+    gradient_read_bytes: int = 0
+    gradient_write_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTraffic:
+    """Bytes of one update: state both ways, parameters both ways, spilled gradients."""
+
+    state_bytes: int
+    """S: state streamed in, and the same out."""
+    parameter_read_bytes: int
+    """U_u: parameters that the update needs and that are not resident."""
+    parameter_write_bytes: int
+    """U_w: trainable parameters that live on storage."""
+    gradient_read_bytes: int = 0
+    """G_u: spilled gradients that the update reads."""
+
+    @property
+    def read_bytes(self) -> int:
+        return self.state_bytes + self.parameter_read_bytes + self.gradient_read_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        return self.state_bytes + self.parameter_write_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraffic:
+    """Bytes of one step, by micro-step and update."""
+
+    micro_steps: tuple[MicroStepTraffic, ...]
+    update: UpdateTraffic
+
+    @property
+    def read_bytes(self) -> int:
+        return self.update.read_bytes + sum(
+            m.forward_read_bytes + m.backward_read_bytes + m.gradient_read_bytes
+            for m in self.micro_steps
+        )
+
+    @property
+    def write_bytes(self) -> int:
+        return self.update.write_bytes + sum(m.gradient_write_bytes for m in self.micro_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBytes:
+    """The bytes of a model that its traffic depends on."""
+
+    parameter_bytes: int
+    """Of all parameters, frozen ones too."""
+    trainable_parameter_bytes: int
+    update_parameter_bytes: int
+    """Of the trainable parameters whose old value the update reads."""
+    state_bytes: int
+
+    @staticmethod
+    def of(layout: ModelLayout) -> "ModelBytes":
+        """Returns the bytes of `layout` without gaps and padding."""
+        every = trainable = update = state = 0
+        for shard, placed in layout.parameters.values():
+            num_bytes = placed.facts.num_bytes
+            every += num_bytes
+            if not shard.is_trainable:
+                continue
+            kinds = section_kinds(layout.codec, shard.dtype)
+            trainable += num_bytes
+            state += placed.facts.num_elements * sum(kind.itemsize for kind in kinds)
+            # A whole master in the state makes the old parameter superfluous.
+            update += 0 if any(kind.name == "master" for kind in kinds) else num_bytes
+        return ModelBytes(
+            parameter_bytes=every,
+            trainable_parameter_bytes=trainable,
+            update_parameter_bytes=update,
+            state_bytes=state,
+        )
+
+
+def step_traffic(
+    model: ModelBytes,
+    *,
+    parameters: Placement,
+    optimizer: Placement,
+    micro_steps: int,
+    cached_state_bytes: int = 0,
+    kept_forward_bytes: Iterable[int] = (),
+    kept_backward_bytes: Iterable[int] = (),
+    gradient_read_bytes: Iterable[int] = (),
+    gradient_write_bytes: Iterable[int] = (),
+    update_gradient_read_bytes: int = 0,
+) -> StepTraffic:
+    """Returns the traffic of one step under a policy.
+
+    Args:
+        model: The bytes of the model.
+        parameters: Where parameters live.
+        optimizer: Where the optimizer state lives.
+        micro_steps: Forward and backward passes in the step.
+        cached_state_bytes: H: whole records found in memory when their turn comes.
+        kept_forward_bytes: Parameter bytes still in a slot when each micro-step's forward asks
+            for them; 0 for micro-steps that are not given.
+        kept_backward_bytes: The same for each backward.
+        gradient_read_bytes: Spilled gradients read back in each micro-step.
+        gradient_write_bytes: Gradients spilled in each micro-step.
+        update_gradient_read_bytes: Spilled gradients that the update reads.
+    """
+    on_storage = parameters == "storage"
+    streamed = model.parameter_bytes if on_storage else 0
+    state = max(model.state_bytes - cached_state_bytes, 0) if optimizer == "storage" else 0
+    return StepTraffic(
+        micro_steps=tuple(
+            MicroStepTraffic(
+                forward_read_bytes=max(streamed - kept_forward, 0),
+                backward_read_bytes=max(streamed - kept_backward, 0),
+                gradient_read_bytes=spill_read,
+                gradient_write_bytes=spill_write,
+            )
+            for kept_forward, kept_backward, spill_read, spill_write in zip(
+                _padded(kept_forward_bytes, micro_steps),
+                _padded(kept_backward_bytes, micro_steps),
+                _padded(gradient_read_bytes, micro_steps),
+                _padded(gradient_write_bytes, micro_steps),
+                strict=True,
+            )
+        ),
+        update=UpdateTraffic(
+            state_bytes=state,
+            parameter_read_bytes=model.update_parameter_bytes if on_storage else 0,
+            parameter_write_bytes=model.trainable_parameter_bytes if on_storage else 0,
+            gradient_read_bytes=update_gradient_read_bytes,
+        ),
+    )
+
+
+def _padded(values: Iterable[int], length: int) -> list[int]:
+    given = list(values)[:length]
+    return given + [0] * (length - len(given))

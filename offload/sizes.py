@@ -1,0 +1,57 @@
+"""Sizes in bytes: reading `"4GiB"`, writing `4 GiB`, rounding to alignments."""
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Returns the bytes that `text` names, such as `"400MiB"`, `"1.5 GB"` or `4096`.
+
+    Raises:
+        ValueError: The text is not a non-negative number with a known unit.
+    """
+    if isinstance(text, bool):
+        raise ValueError(f"expected a size such as `400MiB`, found `{text}`")
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError(f"expected a size of 0 or more bytes, found `{text}`")
+        return text
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(
+            f"expected a size such as `400MiB`, `1.5GB` or a number of bytes, found `{text}`"
+        )
+    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_size(num_bytes: int | float) -> str:
+    """Returns `num_bytes` in binary units with three significant digits, such as `1.22 GiB`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,206 @@
+"""The backend without compiled code: `aiofiles` on an event loop in a thread of its own."""
+
+import asyncio
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from aiofiles.os import wrap
+
+from offload.storage.backend import EngineStats, Request
+from offload.storage.transfer import Completion, Operation, Transfer
+
+_RETRIED = (errno.EINTR, errno.EAGAIN)
+_RETRY_S = 0.001
+_MAX_RETRIES = 5000
+"""EINTR and EAGAIN are retried so often in a row, with that pause: about five seconds."""
+
+_Call = Callable[..., Awaitable[int]]
+
+
+class AiofilesBackend:
+    """Reference and fallback: `os.preadv` and `os.pwritev` through `aiofiles`' executor calls.
+
+    Positional calls, since transfers of one file run at the same time and share its offset.
+
+    Concurrency: Everything but `submit`, `stats`, `open` and `close` runs on the loop's thread.
+    """
+
+    def __init__(self, *, queue_depth: int, block_bytes: int) -> None:
+        self.name = "aiofiles"
+        self._queue_depth = queue_depth
+        self._block_bytes = block_bytes
+        self._stats = EngineStats()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._queue: asyncio.PriorityQueue[_Entry]
+        self._closing: asyncio.Event
+        self._calls: dict[Operation, _Call] = {
+            Operation.READ: wrap(os.preadv),
+            Operation.WRITE: wrap(os.pwritev),
+        }
+
+    def open(self) -> None:
+        """Starts the thread and its loop."""
+        self._stats = EngineStats()
+        is_running = threading.Event()
+        # A daemon, or a program that forgets to close would not end.
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(is_running)),
+            name="offload-aiofiles",
+            daemon=True,
+        )
+        self._thread.start()
+        is_running.wait()
+
+    def submit(self, transfer: Transfer) -> Request:
+        """Starts `transfer`."""
+        request = _AiofilesRequest(transfer)
+        self._loop.call_soon_threadsafe(self._enqueue, request)
+        return request
+
+    def stats(self) -> EngineStats:
+        """Returns the counters."""
+        return self._stats
+
+    def close(self) -> None:
+        """Carries out what was submitted, then ends the thread."""
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+            self._thread = None
+
+    async def _serve(self, is_running: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.PriorityQueue()
+        self._closing = asyncio.Event()
+        self._sequence = itertools.count()
+        with ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles") as pool:
+            workers = [self._loop.create_task(self._work(pool)) for _ in range(self._queue_depth)]
+            is_running.set()
+            await self._closing.wait()
+            await self._queue.join()
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    def _enqueue(self, request: "_AiofilesRequest") -> None:
+        if request.transfer.buffer.num_bytes == 0:
+            self._finish(request)
+            return
+        priority = int(request.transfer.priority)
+        self._queue.put_nowait(_Entry(priority, next(self._sequence), request))
+
+    async def _work(self, pool: ThreadPoolExecutor) -> None:
+        while True:
+            # Not kept in a variable: an idle worker would keep the memory of its last transfer.
+            await self._work_on(await self._queue.get(), pool)
+            self._queue.task_done()
+
+    async def _work_on(self, entry: "_Entry", pool: ThreadPoolExecutor) -> None:
+        request = entry.request
+        if not request.has_more():  # failed since it was queued
+            return
+        start = request.cut_bytes
+        num_bytes = request.cut(self._block_bytes)
+        if request.has_more():
+            self._queue.put_nowait(entry)
+        completion = await self._move(request.transfer, start, num_bytes, pool)
+        self._count(request.transfer.operation, num_bytes=completion.done_bytes)
+        request.finish_piece(start, completion)
+        if request.is_complete():
+            self._finish(request)
+
+    async def _move(
+        self, transfer: Transfer, start: int, num_bytes: int, pool: ThreadPoolExecutor
+    ) -> Completion:
+        """Moves one piece; the only place that judges what the kernel returned."""
+        call, file = self._calls[transfer.operation], transfer.file
+        memory = transfer.buffer.memory()[start : start + num_bytes]
+        done_bytes = num_retries = 0
+        while done_bytes < num_bytes:
+            # A short transfer with O_DIRECT may end between two multiples of the alignment.
+            resume = done_bytes - done_bytes % file.alignment
+            offset = transfer.offset + start + resume
+            try:
+                count = await call(file.fd, [memory[resume:]], offset, executor=pool)
+            except OSError as error:
+                if error.errno in _RETRIED and num_retries < _MAX_RETRIES:
+                    num_retries += 1
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                return Completion(
+                    error=error.errno or errno.EIO, done_bytes=done_bytes, cause=error
+                )
+            except RuntimeError as error:  # the interpreter is ending: no more executor calls
+                return Completion(error=errno.EIO, done_bytes=done_bytes, cause=error)
+            if resume + count <= done_bytes:
+                code = errno.ENODATA if transfer.operation is Operation.READ else errno.EIO
+                return Completion(error=code, done_bytes=done_bytes)
+            done_bytes, num_retries = resume + count, 0
+        return Completion(error=0, done_bytes=done_bytes)
+
+    def _count(self, operation: Operation, *, num_bytes: int = 0, num_requests: int = 0) -> None:
+        if operation is Operation.READ:
+            extra = EngineStats(read_bytes=num_bytes, read_requests=num_requests)
+        else:
+            extra = EngineStats(write_bytes=num_bytes, write_requests=num_requests)
+        self._stats += extra
+
+    def _finish(self, request: "_AiofilesRequest") -> None:
+        self._count(request.transfer.operation, num_requests=1)
+        request.finish()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry:
+    priority: int
+    sequence: int
+    request: "_AiofilesRequest" = field(compare=False)
+
+
+class _AiofilesRequest:
+    """What is known of a transfer; changed by the loop's thread only, until it is done."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self.cut_bytes = 0
+        self._num_pieces = 0  # cut and not finished
+        self._completion = Completion(error=0, done_bytes=transfer.buffer.num_bytes)
+        self._done = threading.Event()
+
+    def cut(self, block_bytes: int) -> int:
+        num_bytes = min(block_bytes, self.transfer.buffer.num_bytes - self.cut_bytes)
+        self.cut_bytes += num_bytes
+        self._num_pieces += 1
+        return num_bytes
+
+    def has_more(self) -> bool:
+        return self.cut_bytes < self.transfer.buffer.num_bytes
+
+    def finish_piece(self, start: int, piece: Completion) -> None:
+        self._num_pieces -= 1
+        reached = start + piece.done_bytes
+        if piece.error:
+            self.cut_bytes = self.transfer.buffer.num_bytes  # nothing more is started
+            if reached < self._completion.done_bytes:
+                self._completion = replace(piece, done_bytes=reached)
+
+    def is_complete(self) -> bool:
+        return not self._num_pieces and not self.has_more()
+
+    def finish(self) -> None:
+        self._done.set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._done.wait(timeout_s)
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def completion(self) -> Completion:
+        return self._completion

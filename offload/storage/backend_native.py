@@ -1,0 +1,126 @@
+"""The backends of the C library: `libaio` and `threads`."""
+
+import errno
+import os
+import threading
+import time
+
+from offload._native import aio
+from offload.errors import StorageError
+from offload.storage.backend import EngineStats, Request
+from offload.storage.transfer import Completion, Operation, Transfer
+
+_NATIVE_OPERATION = {Operation.READ: aio.READ, Operation.WRITE: aio.WRITE}
+_NS_PER_S = 1_000_000_000
+_SIGNAL_CHECK_S = 0.2
+"""Python runs signal handlers between calls into C only: Ctrl-C is seen after this at most."""
+
+
+class NativeBackend:
+    """One queue of the C library; under `libaio` a second one, of `threads`, for buffered files.
+
+    The kernel carries out a buffered transfer inside `io_submit`, where it would hold up all
+    others.
+    """
+
+    def __init__(self, name: str, *, queue_depth: int, block_bytes: int) -> None:
+        self.name = name
+        self._queue_depth = queue_depth
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()  # of the two below
+        self._queues: dict[str, aio.Queue] = {}
+        self._closed_stats = EngineStats()
+
+    def open(self) -> None:
+        """Opens the queue."""
+        reason = aio.unavailable_because()
+        if reason is not None:
+            raise StorageError(
+                f"cannot open I/O backend `{self.name}`: expected the compiled extension, found "
+                f"that {reason}; build it with a C compiler, or use the backend `aiofiles`"
+            )
+        self._closed_stats = EngineStats()
+        self._queue(self.name)
+
+    def submit(self, transfer: Transfer) -> Request:
+        """Starts `transfer`."""
+        file = transfer.file
+        queue = self._queue(self.name if file.is_direct else "threads")
+        request = queue.submit(
+            _NATIVE_OPERATION[transfer.operation],
+            fd=file.fd,
+            priority=int(transfer.priority),
+            alignment=file.alignment,
+            address=transfer.buffer.address,
+            num_bytes=transfer.buffer.num_bytes,
+            offset=transfer.offset,
+        )
+        return _NativeRequest(request)
+
+    def stats(self) -> EngineStats:
+        """Returns the counters of all queues."""
+        with self._lock:
+            return sum(map(_stats_of, self._queues.values()), self._closed_stats)
+
+    def close(self) -> None:
+        """Carries out what was submitted, then stops the threads."""
+        with self._lock:
+            self._closed_stats = sum(map(_stats_of, self._queues.values()), self._closed_stats)
+            for queue in self._queues.values():
+                queue.close()
+            self._queues.clear()
+
+    def _queue(self, name: str) -> aio.Queue:
+        with self._lock:
+            queue = self._queues.get(name)
+            if queue is None:
+                queue = self._queues[name] = self._open_queue(name)
+            return queue
+
+    def _open_queue(self, name: str) -> aio.Queue:
+        try:
+            return aio.Queue(name, queue_depth=self._queue_depth, block_bytes=self._block_bytes)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise StorageError(
+                f"cannot open I/O backend `{name}`: expected {self._queue_depth} requests in "
+                f"flight, found {errno.errorcode.get(code, code)} ({os.strerror(code)}); raise "
+                "/proc/sys/fs/aio-max-nr and the limits on threads and open files, or use another "
+                "backend",
+                errno=code,
+            ) from error
+
+
+class _NativeRequest:
+    __slots__ = ("_request",)
+
+    def __init__(self, request: aio.Request) -> None:
+        self._request = request
+
+    def wait(self, timeout_s: float | None) -> bool:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = _SIGNAL_CHECK_S
+            if deadline_s is not None:
+                left_s = min(left_s, max(0.0, deadline_s - time.monotonic()))
+            if self._request.wait(int(left_s * _NS_PER_S)):
+                return True
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                return False
+
+    def is_done(self) -> bool:
+        return self._request.is_done()
+
+    def completion(self) -> Completion:
+        result = self._request.result()
+        return Completion(error=result.error, done_bytes=result.done_bytes)
+
+
+def _stats_of(queue: aio.Queue) -> EngineStats:
+    stats = queue.stats()
+    return EngineStats(
+        read_bytes=stats.read_bytes,
+        write_bytes=stats.write_bytes,
+        read_requests=stats.read_requests,
+        write_requests=stats.write_requests,
+    )

@@ -1,0 +1,197 @@
+"""The manifest files of a store directory: written durably, the newest complete one found."""
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from offload.errors import CorruptStateError, StorageError, StoreError
+from offload.storage.manifest import Manifest, decode_manifest
+
+_log = logging.getLogger("offload.storage")
+
+_NAME = re.compile(r"manifest-(\d{10})")
+_TEMPORARY_SUFFIX = ".tmp"
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def is_manifest_name(name: str) -> bool:
+    """Returns whether `name` is that of a manifest, complete or temporary."""
+    return _NAME.fullmatch(name.removesuffix(_TEMPORARY_SUFFIX)) is not None
+
+
+class ManifestFiles:
+    """The manifests in one directory, by sequence number.
+
+    Concurrency: One writer; any number of readers, in other processes too.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def path(self, sequence: int) -> Path:
+        return self._root / f"manifest-{sequence:010d}"
+
+    def sequences(self) -> list[int]:
+        """Returns the numbers of the manifests under their final names, newest first."""
+        try:
+            names = [path.name for path in self._root.iterdir()]
+        except OSError as error:
+            raise _failed("list directory", self._root, error) from error
+        return sorted((int(m[1]) for m in map(_NAME.fullmatch, names) if m), reverse=True)
+
+    def newest(self) -> Manifest | None:
+        """Returns the newest complete manifest, or None where there is no manifest at all.
+
+        Each damaged one on the way is skipped with a warning.
+
+        Raises:
+            CorruptStateError: There are manifests and none is complete.
+            StoreError: A newer `offload` wrote the newest one.
+        """
+        damaged: CorruptStateError | None = None
+        sequences = self.sequences()
+        for sequence in sequences:
+            try:
+                manifest = self.read(sequence)
+            except CorruptStateError as error:
+                _log.warning("%s; trying the one before it", error)
+                damaged = damaged or error
+            except FileNotFoundError:
+                return self.newest()  # a running owner has committed and deleted it meanwhile
+            else:
+                return manifest
+        if damaged is not None:
+            raise CorruptStateError(
+                f"no manifest in `{self._root}` is complete: expected one of {len(sequences)} to "
+                f"be, found: {damaged}; restore the directory from a copy, or start a new store"
+            ) from damaged
+        return None
+
+    def read(self, sequence: int) -> Manifest:
+        """Returns one manifest, checked.
+
+        Raises:
+            CorruptStateError: It is not whole, or is another commit's under this name.
+            FileNotFoundError: It is not there.
+        """
+        path = self.path(sequence)
+        try:
+            fd = os.open(path, os.O_RDONLY | _FLAGS)
+            with os.fdopen(fd, "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failed("read manifest", path, error) from error
+        manifest = decode_manifest(data, name=str(path))
+        if manifest.sequence != sequence:
+            raise CorruptStateError(
+                f"manifest `{path}` is damaged: expected sequence {sequence}, found "
+                f"{manifest.sequence}; an earlier commit or checkpoint of the store may be whole"
+            )
+        return manifest
+
+    def stage(self, sequence: int, data: bytes) -> None:
+        """Writes a manifest under its temporary name; nothing is durable or published yet.
+
+        Raises:
+            StorageError: The write failed; the temporary file is gone and the caller may retry.
+        """
+        path = self._temporary(sequence)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _try_delete(path)
+            raise _failed("write manifest", path, error) from error
+
+    def publish(self, sequence: int) -> None:
+        """Makes a staged manifest durable and gives it its final name.
+
+        Raises:
+            StorageError: A sync or the rename failed: whether a restart finds this manifest or
+                the one before is unknown from here on, so blocks of neither may be reused.
+        """
+        path = self._temporary(sequence)
+        try:
+            fd = os.open(path, os.O_RDONLY | _FLAGS)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            path.rename(self.path(sequence))
+        except OSError as error:
+            raise _failed("publish manifest", path, error) from error
+        sync_directory(self._root)
+
+    def delete_before(self, sequence: int) -> None:
+        """Deletes manifests older than `sequence`; a failure only leaves files behind."""
+        for old in self.sequences():
+            if old < sequence:
+                _try_delete(self.path(old))
+
+    def delete_temporaries(self) -> None:
+        """Deletes what commits that never finished left under temporary names."""
+        for path in self._root.glob("manifest-*" + _TEMPORARY_SUFFIX):
+            if is_manifest_name(path.name):
+                _try_delete(path)
+
+    def _temporary(self, sequence: int) -> Path:
+        return self.path(sequence).with_suffix(_TEMPORARY_SUFFIX)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable.
+
+    Raises:
+        StorageError: It failed, which is final: the names may or may not be on storage.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _failed("sync directory", path, error) from error
+
+
+def read_newest_manifest(root: Path) -> Manifest:
+    """Returns what the newest complete commit of the store at `root` published.
+
+    Takes no ownership and changes nothing.
+
+    Raises:
+        StoreError: There is no store, or it has no commit yet.
+        CorruptStateError: There are manifests and none is complete.
+    """
+    if not root.is_dir():
+        raise StoreError(f"no store at `{root}`: expected a directory, found none; check the path")
+    manifest = ManifestFiles(root).newest()
+    if manifest is None:
+        raise StoreError(
+            f"store `{root}` has no complete commit: expected a file `manifest-…`, found none; "
+            "the run that made it ended before its first commit: start it again from the beginning"
+        )
+    return manifest
+
+
+def _try_delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("cannot delete `%s`: %s; it is of no further use", path, error.strerror)
+
+
+def _failed(what: str, path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot {what} `{path}`: expected success, found {error.strerror or error}; "
+        "check the file system and its free space",
+        errno=error.errno,
+    )

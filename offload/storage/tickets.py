@@ -1,0 +1,82 @@
+"""What a caller holds for a read or write of a record in flight."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from offload.errors import OffloadError, StorageError
+from offload.storage.engine import Ticket
+from offload.storage.extents import Move
+
+
+class StoreTicket:
+    """The transfers of one read or write of a record.
+
+    A written version is current, and what was read is verified, once `wait` has returned.
+
+    Ownership: The caller's memory belongs to the store until `wait` has returned or raised an
+        OffloadError; then no transfer touches it any more.
+    Concurrency: Any thread may wait, any number of times; each wait gives the same outcome. A
+        ticket that nobody waits for keeps its blocks until the store is closed.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        tickets: Sequence[Ticket],
+        *,
+        outcome: Callable[[Move, StorageError | None], OffloadError | None],
+        settle: Callable[["StoreTicket", OffloadError | None], None],
+    ) -> None:
+        self._moves = moves
+        self._tickets = tickets
+        self._outcome = outcome
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._is_settled = False
+        self._error: OffloadError | None = None
+
+    def done(self) -> bool:
+        """Returns whether `wait` would return or raise without waiting for a transfer."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until all transfers are over.
+
+        Raises:
+            TimeoutError: They are not yet; the ticket is as it was.
+            StorageError: A transfer failed.
+            CorruptStateError: What was read is not what was written.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for ticket in self._tickets:
+            self._wait_quietly(ticket, deadline)
+        with self._lock:
+            if not self._is_settled:
+                self._error = self._first_error()
+                self._is_settled = True
+                self._settle(self, self._error)
+        if self._error is not None:
+            raise self._error
+
+    def _first_error(self) -> OffloadError | None:
+        for move, ticket in zip(self._moves, self._tickets, strict=True):
+            failure: StorageError | None = None
+            try:
+                ticket.wait()
+            except StorageError as error:
+                failure = error
+            outcome = self._outcome(move, failure)
+            if outcome is not None:
+                outcome.__cause__ = failure
+                return outcome
+        return None
+
+    @staticmethod
+    def _wait_quietly(ticket: Ticket, deadline: float | None) -> None:
+        """Waits for one transfer; its error is found again by `_first_error`, when all are over."""
+        remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            ticket.wait(remaining_s)
+        except StorageError:
+            return

@@ -1,0 +1,130 @@
+"""Reading back every block of a store and saying which are not what was written."""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offload.errors import CorruptStateError, StorageError
+from offload.sizes import round_up
+from offload.storage.store import BlockStore
+from offload.storage.tickets import StoreTicket
+
+_SPAN_BLOCKS = 8
+_NUM_SPANS = 3  # read at one time, so that hashing one overlaps reading the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadBlock:
+    """A block whose bytes cannot be had as they were written."""
+
+    record: str
+    path: Path
+    """The directory, one of the storage paths."""
+    file: str
+    """Name of the data file in it."""
+    offset: int
+    """Of the block in the file."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What reading everything found."""
+
+    num_records: int
+    num_bytes: int
+    """In use, of all records."""
+    bad: list[BadBlock] = field(default_factory=list)
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.bad
+
+
+def verify(store: BlockStore) -> VerifyReport:
+    """Reads every block of every current record of an open store; best one opened read-only."""
+    records = store.records()
+    return VerifyReport(
+        num_records=len(records),
+        num_bytes=sum(store.num_bytes(record) for record in records),
+        bad=list(bad_blocks(store)),
+    )
+
+
+def bad_blocks(store: BlockStore) -> Iterator[BadBlock]:
+    """Yields the bad blocks of an open store while it is being read."""
+    span_bytes = _SPAN_BLOCKS * store.block_bytes
+    # Not closed here: tickets refer to the memory until they are collected.
+    memory = memoryview(mmap.mmap(-1, _NUM_SPANS * span_bytes))
+    slots = [memory[at : at + span_bytes] for at in range(0, len(memory), span_bytes)]
+    window: list[_Reading] = []
+    for index, span in enumerate(_spans(store)):
+        if len(window) == _NUM_SPANS:
+            yield from _finish(store, window.pop(0))
+        window.append(_start(store, span, slots[index % _NUM_SPANS]))
+    for reading in window:
+        yield from _finish(store, reading)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Some neighbouring blocks of a record."""
+
+    record: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """A span on its way into a slot."""
+
+    span: _Span
+    slot: memoryview
+    ticket: StoreTicket
+
+
+def _spans(store: BlockStore) -> Iterator[_Span]:
+    span_bytes = _SPAN_BLOCKS * store.block_bytes
+    for record in store.records():
+        num_bytes = store.num_bytes(record)
+        for offset in range(0, num_bytes, span_bytes):
+            yield _Span(record=record, offset=offset, num_bytes=min(span_bytes, num_bytes - offset))
+
+
+def _start(store: BlockStore, span: _Span, slot: memoryview) -> _Reading:
+    into = slot[: round_up(span.num_bytes, store.alignment)]
+    ticket = store.read(span.record, into, offset=span.offset, num_bytes=span.num_bytes)
+    return _Reading(span=span, slot=slot, ticket=ticket)
+
+
+def _finish(store: BlockStore, reading: _Reading) -> Iterator[BadBlock]:
+    """Waits for a span; where something in it is bad, reads its blocks one by one."""
+    try:
+        reading.ticket.wait()
+    except (CorruptStateError, StorageError):
+        span = reading.span
+        for at in range(0, span.num_bytes, store.block_bytes):
+            block = _Span(
+                record=span.record,
+                offset=span.offset + at,
+                num_bytes=min(store.block_bytes, span.num_bytes - at),
+            )
+            bad = _find_bad(store, block, reading.slot)
+            if bad is not None:
+                yield bad
+
+
+def _find_bad(store: BlockStore, block: _Span, slot: memoryview) -> BadBlock | None:
+    try:
+        _start(store, block, slot).ticket.wait()
+    except (CorruptStateError, StorageError) as error:
+        return BadBlock(
+            record=block.record,
+            path=store.root,
+            file=store.data_path.name,
+            offset=store.block_offset(block.record, block.offset // store.block_bytes),
+            reason=str(error),
+        )
+    return None

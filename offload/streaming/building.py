@@ -1,0 +1,175 @@
+"""Building a model that is larger than memory, with its own initialisation.
+
+While a model is built, its modules' parameters are evicted as the budget fills and fetched again
+on access. Values and random state are those of a plain build, whatever the initialisation does.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, ValuesView
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import BudgetError
+from offload.sizes import MIB, format_size, round_up
+from offload.storage.store import BlockStore
+from offload.memory import Arena, storage_over
+from offload.streaming.unit import placeholder_of
+
+CHUNK_BYTES = 4 * MIB
+"""Parameters move to and from the store through one aligned buffer of this size."""
+
+
+class Spill(Protocol):
+    """Where evicted parameters go while the model is built."""
+
+    def put(self, key: str, values: torch.Tensor) -> None: ...
+    def take(self, key: str, into: torch.Tensor) -> None: ...
+
+
+class StoreSpill:
+    """Keeps evicted parameters in a block store, in chunks, until they are taken back."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._arena = Arena(CHUNK_BYTES)
+
+    def put(self, key: str, values: torch.Tensor) -> None:
+        """Writes the bytes of a contiguous tensor."""
+        source = values.reshape(-1).view(torch.uint8)
+        for index, first in enumerate(range(0, len(source), CHUNK_BYTES)):
+            part = source[first : first + CHUNK_BYTES]
+            memory = self._chunk()[: round_up(len(part), self._store.alignment)]
+            storage_over(memory)[: len(part)].copy_(part)
+            self._store.write(f"{key}/{index}", memory, num_bytes=len(part)).wait()
+
+    def take(self, key: str, into: torch.Tensor) -> None:
+        """Reads the bytes back into a contiguous tensor and drops them from the store."""
+        target = into.reshape(-1).view(torch.uint8)
+        for index, first in enumerate(range(0, len(target), CHUNK_BYTES)):
+            part = target[first : first + CHUNK_BYTES]
+            memory = self._chunk()[: round_up(len(part), self._store.alignment)]
+            self._store.read(f"{key}/{index}", memory).wait()
+            part.copy_(storage_over(memory)[: len(part)])
+            self._store.discard(f"{key}/{index}")
+
+    def _chunk(self) -> memoryview:
+        self._arena.open()
+        return self._arena.whole()
+
+
+class BuildingParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters` while it is built: every access brings the values back."""
+
+    def __init__(self, touch: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._touch = touch
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._touch(parameter)
+        return parameter
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        if parameter is not None:
+            self._touch(parameter)
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in list(self))
+
+    def values(self) -> ValuesView[nn.Parameter | None]:
+        return (self[name] for name in list(self))  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+class Building:
+    """Keeps the parameters that are being built within a budget, least recently used out first.
+
+    Attributes:
+        peak_bytes: Most bytes of built parameters that were in memory at one time.
+    """
+
+    def __init__(self, *, budget_bytes: int | None, spill: Spill | None) -> None:
+        """Stores its arguments.
+
+        Args:
+            budget_bytes: None: nothing is evicted.
+            spill: None: nothing can be evicted.
+        """
+        self._budget_bytes = budget_bytes
+        self._spill = spill
+        self._resident: dict[nn.Parameter, int] = {}
+        self._spilled: dict[nn.Parameter, str] = {}
+        self._resident_bytes = 0
+        self._keys = itertools.count()
+        self._modules: list[nn.Module] = []
+        self.peak_bytes = 0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Builds the modules that are made in this context within the budget."""
+        original = nn.Module.__init__
+
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            module.__dict__["_parameters"] = BuildingParameters(self.touch)
+            self._modules.append(module)
+
+        nn.Module.__init__ = init  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__init__ = original  # type: ignore[method-assign]
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Makes sure that the values of `parameter` are in memory."""
+        if parameter.is_meta:
+            return
+        if parameter in self._resident:
+            self._resident[parameter] = self._resident.pop(parameter)
+            return
+        num_bytes = parameter.numel() * parameter.element_size()
+        key = self._spilled.pop(parameter, None)
+        if key is not None and self._spill is not None:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self._spill.take(key, values)
+            parameter.data = values
+        self._resident[parameter] = num_bytes
+        self._resident_bytes += num_bytes
+        self._evict(keep=parameter)
+        self.peak_bytes = max(self.peak_bytes, self._resident_bytes)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Ends the care for `parameter`, whose values another owner has taken."""
+        self._resident_bytes -= self._resident.pop(parameter, 0)
+
+    def finish(self) -> None:
+        """Gives every module that was built its plain `_parameters` back."""
+        for module in self._modules:
+            if isinstance(module._parameters, BuildingParameters):
+                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+        self._modules.clear()
+
+    def _evict(self, *, keep: nn.Parameter) -> None:
+        if self._budget_bytes is None:
+            return
+        for parameter in list(self._resident):
+            if self._resident_bytes <= self._budget_bytes or parameter is keep:
+                return
+            if self._spill is None:
+                raise BudgetError(
+                    f"cannot build the model within {format_size(self._budget_bytes)}: its "
+                    f"parameters need at least {format_size(self._resident_bytes)} and there is "
+                    "no storage path to evict to; set `paths`, or raise `host_memory`"
+                )
+            key = f"building/{next(self._keys)}"
+            self._spill.put(key, parameter.data.contiguous())
+            self._resident_bytes -= self._resident.pop(parameter)
+            self._spilled[parameter] = key
+            parameter.data = placeholder_of(parameter)

@@ -1,0 +1,148 @@
+"""Finds the units of a model: which modules' parameters move together.
+
+A unit is one element of a module list; where an element holds most of its bytes in lists of its
+own, their elements are the units. What is left (embeddings, heads, final norms) is one unit per
+module that owns parameters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.layout import DTYPES, ParameterFacts, UnitFacts
+
+
+@dataclass(slots=True, kw_only=True)
+class DiscoveredUnit:
+    """One unit of a module tree, with the live objects behind its facts."""
+
+    module: nn.Module
+    facts: UnitFacts
+    parameters: dict[str, nn.Parameter]
+    """By the name of its facts, in the order in which they are laid out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DiscoveredModel:
+    """The units of a model, and which of them each module needs when it is called."""
+
+    units: list[DiscoveredUnit]
+    owners: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
+    """Units of the parameters that a module owns itself; modules without any are left out."""
+    needs: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
+    """For the module of each unit: every unit that a call of it uses, tied ones included."""
+
+    @property
+    def co_resident_units(self) -> int:
+        """The most units that one call needs at once."""
+        sets = (*self.needs.values(), *self.owners.values())
+        return max((len(units) for units in sets), default=1) or 1
+
+
+def discover_units(model: nn.Module) -> DiscoveredModel:
+    """Returns the units of `model` in the order of its modules.
+
+    A tied parameter belongs to the first unit that has it.
+
+    Raises:
+        ConfigError: A parameter has a dtype or layout that cannot be streamed.
+    """
+    names = _names_of_parameters(model)
+    owner_of: dict[int, int] = {}
+    discovered = DiscoveredModel(units=[])
+    for name, module in _unit_modules(model):
+        parameters: dict[str, nn.Parameter] = {}
+        facts: list[ParameterFacts] = []
+        for parameter in module.parameters(recurse=not _is_leftover(module, model)):
+            if id(parameter) in owner_of:
+                continue
+            owner_of[id(parameter)] = len(discovered.units)
+            fact = _facts_of(parameter, names[id(parameter)])
+            facts.append(fact)
+            parameters[fact.name] = parameter
+        if facts:
+            unit_facts = UnitFacts(name=name, parameters=tuple(facts))
+            discovered.units.append(
+                DiscoveredUnit(module=module, facts=unit_facts, parameters=parameters)
+            )
+    _record_needs(discovered, model, owner_of)
+    return discovered
+
+
+def _record_needs(model: DiscoveredModel, root: nn.Module, owner_of: dict[int, int]) -> None:
+    for module in root.modules():
+        owned = {owner_of[id(p)] for p in module._parameters.values() if p is not None}
+        if owned:
+            model.owners[module] = tuple(sorted(owned))
+    for unit in model.units:
+        recurse = not _is_leftover(unit.module, root)
+        needed = {owner_of[id(p)] for p in unit.module.parameters(recurse=recurse)}
+        model.needs[unit.module] = tuple(sorted(needed))
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _is_leftover(module: nn.Module, root: nn.Module) -> bool:
+    """Whether `module`'s unit takes only the parameters that it owns itself.
+
+    So it is for the root and for every module that contains module lists.
+    """
+    return module is root or any(_is_list_of_modules(child) for child in module.modules())
+
+
+def _unit_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the module of each unit, in the order of `named_modules`."""
+    if root._parameters:
+        yield "root", root
+    yield from _units_below(root, "")
+
+
+def _units_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if _is_list_of_modules(child):
+            for element_name, element in child.named_children():
+                yield from _units_of_element(element, f"{path}.{element_name}")
+        else:
+            if child._parameters:
+                yield path, child
+            yield from _units_below(child, f"{path}.")
+
+
+def _units_of_element(element: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if any(_is_list_of_modules(child) for child in element.modules()):
+        if element._parameters:
+            yield path, element
+        yield from _units_below(element, f"{path}.")
+    else:
+        yield path, element
+
+
+def _is_list_of_modules(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
+        True for _ in module.parameters()
+    )
+
+
+def _facts_of(parameter: nn.Parameter, names: list[str]) -> ParameterFacts:
+    name, *aliases = sorted(names)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"cannot stream parameter `{name}`: expected a dtype of {', '.join(DTYPES)}, found "
+            f"`{dtype}`; convert the parameter before `wrap`"
+        )
+    return ParameterFacts(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(parameter.shape),
+        dtype=dtype,
+        is_trainable=parameter.requires_grad,
+    )

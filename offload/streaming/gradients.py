@@ -1,0 +1,108 @@
+"""Gradients: taken as they appear, kept in the host arena, shown as `p.grad`."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StoreError
+from offload.layout import DTYPES, ModelLayout
+from offload.layout.units import TRANSFER_ALIGNMENT
+from offload.memory import storage_over, view_as
+from offload.optim.gradient import Accumulator, StreamedGradient, SumsOfSquares
+from offload.sizes import round_up
+
+
+class Gradients:
+    """The accumulators of a model's trainable parameters.
+
+    The first gradient of a step is copied; autograd adds later ones into the accumulator itself,
+    since `p.grad` is then a streamed gradient.
+
+    Attributes:
+        flat: The accumulators of each trainable flat shard, 1-D, in the layout of the shard.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        region: memoryview,
+        dtype: str,
+        sums_of_squares: SumsOfSquares,
+    ) -> None:
+        self.flat: dict[str, torch.Tensor] = {}
+        self._accumulators: dict[nn.Parameter, Accumulator] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        offset = 0
+        for shard in layout.shards.values():
+            if not shard.is_trainable:
+                continue
+            name = "float32" if dtype == "float32" else shard.dtype
+            num_bytes = shard.num_elements * DTYPES[name].itemsize
+            base = storage_over(region[offset : offset + num_bytes])
+            offset += round_up(num_bytes, TRANSFER_ALIGNMENT)
+            flat = base.view(getattr(torch, name))
+            self.flat[shard.name] = flat
+            for placed in shard.parameters:
+                parameter = parameters[placed.facts.name]
+                memory = flat[placed.start : placed.stop].view(placed.facts.shape)
+                accumulator = Accumulator(placed.facts.name, memory, sums_of_squares)
+                self._accumulators[parameter] = accumulator
+                self._prepare(parameter, memory.dtype)
+
+    def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
+        """Returns the gradient that the next update takes, or None if there is none.
+
+        A gradient that the user assigned is taken into the accumulator first.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        accumulator = self._accumulators[parameter]
+        if not isinstance(gradient, StreamedGradient):
+            self._take(parameter, gradient.detach())
+        elif gradient.accumulator is not accumulator:
+            accumulator.start(gradient.accumulator.read())
+            parameter.grad = StreamedGradient(accumulator)
+        return accumulator
+
+    def close(self) -> None:
+        """Removes the hooks; gradients that are shown stay readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _prepare(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        if dtype != parameter.dtype:
+            if not hasattr(parameter, "grad_dtype"):
+                raise ConfigError(
+                    f"cannot accumulate gradients in {dtype} for {parameter.dtype} parameters: "
+                    f"torch {torch.__version__} has no `grad_dtype`; upgrade torch or set "
+                    '`train.gradient_dtype = "parameter"`'
+                )
+            parameter.grad_dtype = dtype
+        parameter.grad = None
+        handle = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
+        self._handles.append(handle)
+
+    def _on_accumulated(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        # None: a custom function returned none. A `grad_fn`: `create_graph`, torch still needs it.
+        if gradient is None or isinstance(gradient, StreamedGradient) or gradient.grad_fn:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._take(parameter, gradient)
+
+    def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        accumulator = self._accumulators[parameter]
+        if gradient.shape != accumulator.memory.shape:
+            raise StoreError(
+                f"cannot take the gradient of `{accumulator.name}`: expected shape "
+                f"{tuple(accumulator.memory.shape)}, found {tuple(gradient.shape)}"
+            )
+        accumulator.start(gradient)
+        parameter.grad = StreamedGradient(accumulator)
+
+

@@ -1,0 +1,154 @@
+"""A wrapped model whose parameters live on storage: what happens around each module's call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.streaming.discovery import DiscoveredModel
+from offload.streaming.parameters import StreamedParameters
+from offload.streaming.residency import Residency
+from offload.streaming.saved import SavedTensorHooks
+from offload.streaming.swap import Call, attach, detach
+from offload.streaming.torch_private import (
+    at_end_of_backward,
+    is_in_backward,
+    pop_saved_tensor_hooks,
+)
+
+
+class StreamedModel:
+    """Attaches a residency to a model's modules, and takes it off again on `close`.
+
+    Concurrency: One thread at a time runs the model.
+    """
+
+    def __init__(self, model: nn.Module, discovered: DiscoveredModel, residency: Residency) -> None:
+        self.model = model
+        self.residency = residency
+        self._discovered = discovered
+        self._hooks = SavedTensorHooks(residency)
+        self._unit_of: dict[int, int] = {}
+        self._depth = 0
+        self._until_forward_ends: list[int] = []
+        self._until_backward_ends: list[int] = []
+
+    def open(self) -> None:
+        """Swaps the classes of the modules that own parameters, of units and of the root."""
+        for index, unit in enumerate(self._discovered.units):
+            for parameter in unit.parameters.values():
+                self._unit_of[id(parameter)] = index
+        needs, owners = self._discovered.needs, self._discovered.owners
+        for module in list(self.model.modules()):
+            if module in needs or module in owners or module is self.model:
+                units = needs.get(module, owners.get(module, ()))
+                attach(module, _Attachment(self, units=units, is_unit=module in needs))
+            if module in owners:
+                parameters = StreamedParameters(module._parameters, self._on_access)
+                module.__dict__["_parameters"] = parameters
+
+    def close(self) -> None:
+        """Gives the modules their classes back; parameters stay placeholders."""
+        for module in self.model.modules():
+            if isinstance(module._parameters, StreamedParameters):
+                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+            detach(module)
+
+    def after_update(self) -> None:
+        """Begins to fetch what the next training forward needs first."""
+        self.residency.trace.predict("train")
+        self.residency.prefetch()
+
+    def run(
+        self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a module's call with `units` held and the saved-tensor hooks on top."""
+        in_backward = is_in_backward()
+        is_outermost = self._depth == 0 and not in_backward
+        if is_outermost:
+            self._begin_pass()
+        self._depth += 1
+        held: list[int] = []
+        pushed = False
+        try:
+            for index in units:
+                self.residency.hold(index)
+                held.append(index)
+            pushed = self._hooks.push()
+            return call(*args, **kwargs)
+        finally:
+            if pushed:
+                pop_saved_tensor_hooks()
+            self._depth -= 1
+            for index in held:
+                self.residency.release_hold(index, evict=is_unit and not in_backward)
+            if is_outermost:
+                self._release(self._until_forward_ends, evict=True)
+
+    def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
+        """Replaces placeholders in `values` by copies of the parameters; no budget covers them."""
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None and id(parameter) in self._unit_of:
+                self._on_access(parameter)
+                values[prefix + name] = parameter.detach().clone()
+
+    def before_load(self, module: nn.Module) -> None:
+        """Fetches what `module` owns, so that values can be copied in."""
+        for parameter in dict.values(module._parameters):
+            if parameter is not None:
+                self._on_access(parameter)
+
+    def _begin_pass(self) -> None:
+        """Starts a trace; what an earlier pass left in slots goes, so that bytes are as planned."""
+        self._release(self._until_backward_ends, evict=False)  # a backward that raised left these
+        self.residency.evict_used()
+        mode = "train" if torch.is_grad_enabled() and self.model.training else "evaluate"
+        self.residency.trace.begin(mode)
+
+    def _on_access(self, parameter: nn.Parameter) -> None:
+        """Fetches a parameter that is used outside its module's call.
+
+        Inside a forward it is held until that ends, inside a recomputation until the backward
+        ends: another unit may be fetched before the parameter is used.
+        """
+        index = self._unit_of.get(id(parameter))
+        if index is None or self.residency.units[index].num_holds > 0:
+            return
+        if is_in_backward():
+            self.residency.hold(index)
+            if not self._until_backward_ends:
+                at_end_of_backward(self._on_backward_end)
+            self._until_backward_ends.append(index)
+        elif self._depth > 0:
+            self.residency.hold(index)
+            self._until_forward_ends.append(index)
+        else:
+            self.residency.fetch(self.residency.units[index], is_recorded=False)
+
+    def _on_backward_end(self) -> None:
+        self._release(self._until_backward_ends, evict=False)
+
+    def _release(self, held: list[int], *, evict: bool) -> None:
+        while held:
+            self.residency.release_hold(held.pop(), evict=evict)
+
+
+class _Attachment:
+    """What one swapped module needs; see `offload.streaming.swap.Attachment`."""
+
+    __slots__ = ("_model", "is_unit", "units")
+
+    def __init__(self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool) -> None:
+        self._model = model
+        self.units = units
+        self.is_unit = is_unit
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._model.run(call, self.units, self.is_unit, args, kwargs)
+
+    def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
+        self._model.fill_state_dict(module, values, prefix)
+
+    def before_load(self, module: nn.Module) -> None:
+        self._model.before_load(module)

@@ -1,0 +1,264 @@
+"""Which units are in memory: fetch, hold, prefetch, evict.
+
+See [Note: a slot belongs to a storage object] in `offload.memory.storages`: evicting a unit only
+drops the engine's own views; the slot comes back when the last alias of it is gone.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload.errors import BudgetError
+from offload.layout import Unit
+from offload.memory import SlotPool, storage_over
+from offload.sizes import format_size
+from offload.streaming.trace import Access, AccessTrace
+from offload.streaming.unit import CopyState, StreamedUnit, Transfer
+
+logger = logging.getLogger("offload.streaming")
+
+
+class ParameterTier(Protocol):
+    """Where absent units live."""
+
+    def start_read(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts filling `into` with the unit's bytes and returns at once."""
+        ...
+
+    def write(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit back and waits."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class ResidencyCounters:
+    """Counts since the beginning."""
+
+    accesses: int = 0
+    """Accesses to units that were not resident."""
+    prefetch_hits: int = 0
+    """Those whose fetch was complete when asked."""
+    prefetches: int = 0
+    evictions: int = 0
+    io_wait_s: float = 0.0
+
+
+class Residency:
+    """Brings units into slots and takes them out again, within the pool's budget.
+
+    Concurrency: The thread that runs the model; slots may come back from any thread.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        *,
+        pool: SlotPool,
+        tier: ParameterTier,
+        prefetch_distance: int,
+        on_edit: Callable[[StreamedUnit, list[str]], None],
+    ) -> None:
+        self.units = units
+        self.trace = AccessTrace()
+        self.counters = ResidencyCounters()
+        self._pool = pool
+        self._tier = tier
+        self._prefetch_distance = prefetch_distance
+        self._on_edit = on_edit
+        # By the address of its slot: which unit a tensor seen by autograd belongs to.
+        self._by_address: dict[int, StreamedUnit] = {}
+        # Accessed last, and perhaps still in use by an operation of backward.
+        self._current: StreamedUnit | None = None
+
+    def unit_of(self, tensor: torch.Tensor) -> StreamedUnit | None:
+        """Returns the resident unit whose slot holds `tensor`, if any."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def hold(self, index: int) -> None:
+        """Fetches a unit and keeps it from eviction until `release_hold`."""
+        unit = self.units[index]
+        if unit.num_holds == 0 or unit.state is not CopyState.CLEAN:
+            self.fetch(unit)
+        unit.num_holds += 1
+
+    def release_hold(self, index: int, *, evict: bool) -> None:
+        """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
+
+        A unit whose next predicted use comes at once, in the same pass, stays.
+        """
+        unit = self.units[index]
+        unit.num_holds -= 1
+        if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
+            following = self.trace.next_access()
+            if following != Access(unit=index, is_backward=False):
+                self.evict(unit)
+
+    def fetch(
+        self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
+    ) -> torch.Tensor:
+        """Returns the bytes of `unit`, in its slot, fetching them if they are not there.
+
+        Args:
+            is_backward: Asked for by a saved tensor.
+            is_recorded: Part of a pass, not a look from outside.
+
+        Raises:
+            BudgetError: Every slot is held or reached by a tensor.
+            StorageError, CorruptStateError: The bytes could not be read.
+        """
+        if is_recorded:
+            self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+        if unit.state is not CopyState.CLEAN:
+            self.counters.accesses += 1
+            self.counters.prefetch_hits += unit.state is CopyState.FETCHING and all(
+                transfer.done() for transfer in unit.transfers
+            )
+            if unit.state is CopyState.ABSENT:
+                self._start_fetch(unit, self._take_slot(unit), is_prefetch=False)
+            self._finish_fetch(unit)
+        unit.was_used = True
+        self._current = unit
+        if is_recorded:
+            self.prefetch()
+        assert unit.base is not None
+        return unit.base
+
+    def prefetch(self) -> None:
+        """Starts fetching what the trace predicts next, as far as slots allow."""
+        ahead = 0
+        for index in self.trace.upcoming():
+            if ahead >= self._prefetch_distance:
+                return
+            ahead += 1
+            unit = self.units[index]
+            if unit.state is not CopyState.ABSENT:
+                continue
+            next_use = self.trace.next_use(index)
+            memory = self._try_slot(unit, needed_at=next_use, keep=self._current)
+            if memory is None:
+                return
+            self._start_fetch(unit, memory, is_prefetch=True)
+            self.counters.prefetches += 1
+
+    def evict(self, unit: StreamedUnit) -> None:
+        """Takes `unit` out of its slot; what the user edited is written back first."""
+        if unit.state is CopyState.ABSENT:
+            return
+        if unit.state is CopyState.FETCHING:
+            for transfer in unit.transfers:
+                transfer.wait()
+        else:
+            self.capture_edits(unit)
+        self._drop(unit)
+        self.counters.evictions += 1
+
+    def evict_all(self) -> None:
+        """Takes every unit out of its slot. None may be held."""
+        for unit in self.units:
+            self.evict(unit)
+
+    def evict_used(self) -> None:
+        """Takes out what an earlier pass left behind; what is prefetched stays."""
+        for unit in self.units:
+            if unit.was_used and unit.num_holds == 0:
+                self.evict(unit)
+
+    def capture_edits(self, unit: StreamedUnit) -> None:
+        """Writes a resident unit back if the user changed a parameter of it in place."""
+        if unit.state is not CopyState.CLEAN or unit.base is None:
+            return
+        edited = [b for b in unit.bindings if b.is_edited(unit.base)]
+        if not edited:
+            return
+        self._tier.write(unit.layout, memoryview(unit.base.numpy()))
+        for binding in edited:
+            binding.seen_version = binding.parameter._version
+        self._on_edit(unit, [binding.name for binding in edited])
+
+    def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
+        unit.move_to(CopyState.FETCHING)
+        unit.base = base
+        unit.was_used = False
+        unit.transfers = self._tier.start_read(
+            unit.layout, memoryview(base.numpy()), is_prefetch=is_prefetch
+        )
+
+    def _finish_fetch(self, unit: StreamedUnit) -> None:
+        started = time.perf_counter()
+        try:
+            for transfer in unit.transfers:
+                transfer.wait()
+        except BaseException:
+            self._drop(unit)
+            raise
+        self.counters.io_wait_s += time.perf_counter() - started
+        unit.transfers = []
+        unit.move_to(CopyState.CLEAN)
+        assert unit.base is not None
+        for binding in unit.bindings:
+            binding.attach(unit.base)
+        if unit.base.numel():
+            self._by_address[unit.base.data_ptr()] = unit
+
+    def _drop(self, unit: StreamedUnit) -> None:
+        if unit.state is CopyState.CLEAN:
+            for binding in unit.bindings:
+                binding.detach()
+            if unit.base is not None and unit.base.numel():
+                self._by_address.pop(unit.base.data_ptr(), None)
+        unit.transfers = []
+        unit.base = None
+        unit.move_to(CopyState.ABSENT)
+
+    def _take_slot(self, unit: StreamedUnit) -> torch.Tensor:
+        memory = self._try_slot(unit, needed_at=-1)
+        if memory is None:
+            gc.collect()
+            memory = self._try_slot(unit, needed_at=-1)
+        if memory is None:
+            raise BudgetError(self._no_slot(unit))
+        return memory
+
+    def _try_slot(
+        self, unit: StreamedUnit, *, needed_at: int, keep: StreamedUnit | None = None
+    ) -> torch.Tensor | None:
+        """Returns memory for `unit`, evicting units other than `keep` used after `needed_at`."""
+        num_bytes = unit.layout.num_bytes
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        slot = self._pool.try_lease()
+        while slot is None:
+            victim = self._farthest_next_use(keep)
+            if victim is None or self.trace.next_use(victim.index) <= needed_at:
+                return None
+            self.evict(victim)
+            slot = self._pool.try_lease()
+        pool, leased = self._pool, slot
+        return storage_over(slot.memory[:num_bytes], on_death=lambda: pool.release(leased))
+
+    def _farthest_next_use(self, keep: StreamedUnit | None) -> StreamedUnit | None:
+        candidates = [
+            unit
+            for unit in self.units
+            if unit.num_holds == 0
+            and unit is not keep
+            and unit.base is not None
+            and unit.base.numel()
+            and unit.state is not CopyState.ABSENT
+        ]
+        return max(candidates, key=lambda u: self.trace.next_use(u.index), default=None)
+
+    def _no_slot(self, unit: StreamedUnit) -> str:
+        held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in self.units if u.num_holds)
+        return (
+            f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
+            f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
+            "kept by tensors that still point into them (views of parameters that were kept); "
+            "drop those, or raise `tiers.host.memory`"
+        )
+

@@ -1,0 +1,119 @@
+"""Saved-tensor hooks that keep autograd from holding slots.
+
+[Note: delegating hooks]
+torch calls only the top pair of hooks. Ours pack a tensor that lies in a unit's slot into a
+handle, and pass every other tensor on to the pair below (an activation checkpoint's, the
+user's), so that those keep their effect. A handle fetches its unit again in backward: any unit
+may be evicted at any time when no call holds it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.streaming.residency import Residency
+from offload.streaming.torch_private import (
+    PackHook,
+    UnpackHook,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
+from offload.streaming.unit import Binding, StreamedUnit
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedParameter:
+    """A saved view of a unit's slot, without the slot."""
+
+    unit: StreamedUnit
+    binding: Binding
+    version: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Delegated:
+    """A tensor that the hooks below have packed."""
+
+    packed: Any
+    unpack: UnpackHook
+
+
+class SavedTensorHooks:
+    """The pair of hooks of one residency."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def push(self) -> bool:
+        """Puts the hooks on top of torch's stack, unless they are there already.
+
+        Returns:
+            Whether they were pushed: then the caller pops them.
+        """
+        below = top_saved_tensor_hooks()
+        if below is not None and getattr(below[0], "owner", None) is self:
+            return False
+        push_saved_tensor_hooks(_Pack(self, below), self.unpack)
+        return True
+
+    def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            unit = self._residency.unit_of(tensor)
+            if unit is not None:
+                return self._handle_of(tensor, unit)
+        if below is None:
+            return tensor
+        return Delegated(packed=below[0](tensor), unpack=below[1])
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedParameter):
+            return self._restore(packed)
+        if isinstance(packed, Delegated):
+            return packed.unpack(packed.packed)
+        assert isinstance(packed, torch.Tensor)
+        return packed
+
+    def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
+        offset_bytes = tensor.storage_offset() * tensor.element_size()
+        return SavedParameter(
+            unit=unit,
+            binding=unit.binding_at(offset_bytes),
+            version=tensor._version,
+            dtype=tensor.dtype,
+            offset=tensor.storage_offset(),
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _restore(self, saved: SavedParameter) -> torch.Tensor:
+        found = saved.binding.parameter._version
+        if found != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: parameter `{saved.binding.name}` is at version {found}; "
+                f"expected version {saved.version} instead. An optimizer step or an edit came "
+                "between this graph's forward and its backward; run the forward again"
+            )
+        base = self._residency.fetch(saved.unit, is_backward=True)
+        return base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Pack:
+    """The pack hook, which knows whose it is and what lies below it."""
+
+    __slots__ = ("below", "owner")
+
+    def __init__(
+        self, owner: SavedTensorHooks, below: tuple[PackHook, UnpackHook] | None
+    ) -> None:
+        self.owner = owner
+        self.below = below
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self.owner.pack(tensor, self.below)

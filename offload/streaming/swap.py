@@ -1,0 +1,89 @@
+"""The class swap: modules whose calls fetch their unit first.
+
+[Note: why classes are swapped]
+Module hooks around units miss recomputation inside a layer's own `forward`, early stops of
+activation checkpoints, and compiled callables, and then give wrong gradients in silence. A
+dynamic subclass that overrides `__call__` is outside all of these, and since the link to the
+engine is a weak registry, deep copies and pickles are plain modules.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Call = Callable[..., Any]
+
+
+class Attachment(Protocol):
+    """What a swapped module does around its call."""
+
+    is_unit: bool
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None: ...
+    def before_load(self, module: nn.Module) -> None: ...
+
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class Streamed:
+    """Mixin that comes first in the method resolution order of a swapped module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        attachment = _attachments.get(self)  # type: ignore[call-overload]
+        if attachment is None:  # a deep copy: a plain module
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # A leaf inside a compiled unit is transparent; a unit in a larger graph breaks it.
+            return _call_eagerly(self, args, kwargs) if attachment.is_unit else call(*args, **kwargs)
+        return attachment.run(call, args, kwargs)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        attachment = _attachments.get(self)  # type: ignore[call-overload]
+        if attachment is not None:
+            attachment.fill_state_dict(self, destination, prefix)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        attachment = _attachments.get(self)  # type: ignore[call-overload]
+        if attachment is not None:
+            attachment.before_load(self)  # type: ignore[arg-type]
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new_plain, (original_class(type(self)),), self.__dict__.copy()  # type: ignore[arg-type]
+
+
+def attach(module: nn.Module, attachment: Attachment) -> None:
+    """Swaps the class of `module` and routes its calls through `attachment`."""
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(cls.__name__, (Streamed, cls), {"__module__": cls.__module__})
+    _attachments[module] = attachment
+    module.__class__ = _classes[cls]
+
+
+def detach(module: nn.Module) -> None:
+    """Gives `module` its own class back."""
+    if _attachments.pop(module, None) is not None:
+        module.__class__ = original_class(type(module))
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a swapped class was made from."""
+    return cls.__mro__[2] if issubclass(cls, Streamed) else cls
+
+
+@torch.compiler.disable
+def _call_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
+def _new_plain(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)

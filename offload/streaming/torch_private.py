@@ -1,0 +1,60 @@
+"""The private names of torch that streaming needs, each checked once, in this one file.
+
+Each has been tried on torch 2.9 to 2.13. Where a name is missing the import of this module fails
+with a clear refusal: guessing would give wrong gradients in silence.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+def _require(path: str) -> Any:
+    value: Any = torch
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+        if value is None:
+            raise ConfigError(
+                f"cannot stream parameters with torch {torch.__version__}: expected `{path}`, "
+                "found nothing of that name; install a torch between 2.9 and 2.13"
+            )
+    return value
+
+
+_graph_task_id = _require("torch._C._current_graph_task_id")
+_top_hooks = _require("torch._C._autograd._top_saved_tensors_default_hooks")
+_push_hooks = _require("torch._C._autograd._push_saved_tensors_default_hooks")
+_pop_hooks = _require("torch._C._autograd._pop_saved_tensors_default_hooks")
+_engine = _require("torch.autograd.Variable._execution_engine")
+
+
+def is_in_backward() -> bool:
+    """Returns whether this thread is inside a backward pass."""
+    return bool(_graph_task_id() != -1)
+
+
+def top_saved_tensor_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """Returns the hooks that torch would call now: only the top pair is ever called."""
+    hooks: tuple[PackHook, UnpackHook] | None = _top_hooks(False)
+    return hooks
+
+
+def push_saved_tensor_hooks(pack: PackHook, unpack: UnpackHook) -> None:
+    """Makes this pair the top one of this thread."""
+    _push_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Removes the top pair of this thread."""
+    _pop_hooks()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` once when the current graph task ends."""
+    _engine.queue_callback(callback)

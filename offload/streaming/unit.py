@@ -1,0 +1,138 @@
+"""One unit at run time: its parameters, where its bytes are, and who holds it."""
+
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import StoreError
+from offload.layout import Unit
+from offload.memory import view_as
+
+
+class Transfer(Protocol):
+    """What a unit waits for while it is fetched."""
+
+    def wait(self) -> None: ...
+    def done(self) -> bool: ...
+
+
+class CopyState(Enum):
+    """Where a unit's bytes are, and who may touch them."""
+
+    ABSENT = auto()
+    """In no slot: its parameters are placeholders."""
+    FETCHING = auto()
+    """In a slot that the I/O engine is filling; nobody else may read it."""
+    CLEAN = auto()
+    """In a slot, equal to the stored bytes unless the user edits them."""
+
+
+TRANSITIONS = {
+    CopyState.ABSENT: {CopyState.FETCHING},
+    CopyState.FETCHING: {CopyState.CLEAN, CopyState.ABSENT},
+    CopyState.CLEAN: {CopyState.ABSENT},
+}
+
+
+class Binding:
+    """A parameter and its place in its unit's slot.
+
+    Attributes:
+        placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
+        seen_version: The version counter when the bytes were last known to equal the store's.
+    """
+
+    __slots__ = ("name", "num_bytes", "offset_bytes", "parameter", "placeholder", "seen_version")
+
+    def __init__(self, parameter: nn.Parameter, *, name: str, offset_bytes: int) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.offset_bytes = offset_bytes
+        self.num_bytes = parameter.numel() * parameter.element_size()
+        self.placeholder = placeholder_of(parameter)
+        self.seen_version = parameter._version
+
+    def attach(self, base: torch.Tensor) -> None:
+        """Points the parameter at its bytes in the slot under `base`."""
+        parameter = self.parameter
+        parameter.data = view_as(
+            base,
+            offset_bytes=self.offset_bytes,
+            num_elements=parameter.numel(),
+            dtype=parameter.dtype,
+        ).view(parameter.shape)
+        self.seen_version = parameter._version
+
+    def detach(self) -> None:
+        self.parameter.data = self.placeholder
+
+    def is_edited(self, base: torch.Tensor) -> bool:
+        """Returns whether the user changed the parameter in place since `attach`.
+
+        Raises:
+            StoreError: The parameter points elsewhere: its bytes cannot be known.
+        """
+        parameter = self.parameter
+        if self.num_bytes and parameter.data_ptr() != base.data_ptr() + self.offset_bytes:
+            raise StoreError(
+                f"cannot release parameter `{self.name}`: expected its data in its slot, found "
+                "other memory; assign values in place, such as `parameter.copy_(values)` under "
+                "`torch.no_grad()`, instead of replacing `parameter.data`"
+            )
+        return parameter._version != self.seen_version
+
+
+class StreamedUnit:
+    """A unit, its bindings and its copy state.
+
+    Attributes:
+        base: uint8 tensor over the slot while there is one; its storage owns the slot.
+        transfers: What fills the slot while `FETCHING`.
+        num_holds: Calls that use the unit now; above 0 it is not evicted.
+        was_used: Whether the unit was accessed since it was fetched.
+    """
+
+    def __init__(self, layout: Unit, index: int, parameters: dict[str, nn.Parameter]) -> None:
+        self.layout = layout
+        self.index = index
+        self.bindings = [
+            Binding(
+                parameters[placed.facts.name],
+                name=placed.facts.name,
+                offset_bytes=shard.offset_bytes + placed.start * shard.itemsize,
+            )
+            for shard in layout.shards
+            for placed in shard.parameters
+        ]
+        self.state = CopyState.ABSENT
+        self.base: torch.Tensor | None = None
+        self.transfers: list[Transfer] = []
+        self.num_holds = 0
+        self.was_used = False
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def move_to(self, state: CopyState) -> None:
+        """Changes the copy state along the table of allowed transitions."""
+        assert state in TRANSITIONS[self.state], f"unit `{self.name}`: {self.state} to {state}"
+        self.state = state
+
+    def binding_at(self, offset_bytes: int) -> Binding:
+        """Returns the binding whose bytes contain `offset_bytes` of the slot."""
+        for binding in reversed(self.bindings):
+            if binding.offset_bytes <= offset_bytes:
+                return binding
+        return self.bindings[0]
+
+
+def placeholder_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the parameter's shape and dtype over one element, NaN if it can be."""
+    fill = float("nan") if parameter.is_floating_point() else 0
+    single = torch.full((1,), fill, dtype=parameter.dtype, device=parameter.device)
+    return single.expand(parameter.shape) if parameter.dim() else single.view(())
+
+

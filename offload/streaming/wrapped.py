@@ -1,0 +1,507 @@
+"""A wrapped model: its layout, its memory, its state, and the updates of it."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StoreError
+from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
+from offload.memory import Arena, Budget, SlotPool, storage_over
+from offload.optim.digest import state_digest
+from offload.optim.gradient import Accumulator
+from offload.optim.kernels import Kernels
+from offload.optim.pipeline import (
+    ModelState,
+    ParameterUpdate,
+    UpdatePipeline,
+    parameter_key,
+    state_key,
+)
+from offload.optim.readers import StateParts
+from offload.optim.window import Window
+from offload.plan.host import HostPlan, Placement, plan_host
+from offload.policy import Order
+from offload.storage.store import BlockStore
+from offload.streaming.building import Building
+from offload.streaming.discovery import DiscoveredModel, discover_units
+from offload.streaming.gradients import Gradients
+from offload.streaming.model import StreamedModel
+from offload.streaming.residency import Residency
+from offload.streaming.tier import StoredUnits
+from offload.streaming.unit import StreamedUnit
+
+logger = logging.getLogger("offload.streaming")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapOptions:
+    """How a model is wrapped.
+
+    Attributes:
+        budget_bytes: Of the host tier; None: as much as the model needs.
+    """
+
+    budget_bytes: int | None
+    parameters: Placement
+    optimizer: Placement
+    codec: str
+    gradient_dtype: Literal["parameter", "float32"]
+    prefetch_distance: int
+    is_training: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """What a commit says of the optimizer."""
+
+    steps: dict[str, int]
+    completed_steps: int
+
+
+class WrappedModel:
+    """Keeps a model's parameters, gradients and optimizer state in their tiers.
+
+    It is the `UpdateEngine` of the model's optimizer.
+
+    Concurrency: One thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        options: WrapOptions,
+        store: BlockStore | None,
+        kernels: Kernels,
+        order: Order,
+        building: Building | None = None,
+        resume: ResumePoint | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.steps: dict[str, int] = dict(resume.steps) if resume else {}
+        self.completed_steps = resume.completed_steps if resume else 0
+        self.update_s = 0.0
+        self.commit_record_bytes = 0
+        self._store = store
+        self._kernels = kernels
+        self._order = order
+        self._building = building
+        self._is_resumed = resume is not None
+        self._failure: BaseException | None = None
+        self._names: dict[int, str] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._seen_versions: dict[str, int] = {}
+        self._slots: SlotPool | None = None
+        self._residency: Residency | None = None
+        self._streamed: StreamedModel | None = None
+        self._gradients: Gradients | None = None
+
+    def open(self) -> None:
+        """Lays the model out, moves its parameters to their tier and attaches to its modules.
+
+        Raises:
+            PlanError: The budget is too small; nothing was moved.
+            StoreError: The resumed store holds another model.
+        """
+        discovered = discover_units(self.model)
+        self.layout = build_layout([u.facts for u in discovered.units], codec=self.options.codec)
+        self._require_same_layout()
+        self.plan = self._make_plan(discovered)
+        self.plan.require_fit()
+        for unit in discovered.units:
+            self._parameters.update(unit.parameters)
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._take_memory()
+        for index, unit in enumerate(self.layout.units):
+            self._adopt(index, unit.name)
+        if self._building is not None:
+            self._building.finish()
+        if self.options.parameters == "storage":
+            self._attach(discovered)
+        if self._state.records is not None and not self._is_resumed:
+            # A resident fp32 master starts as its parameter, as an edited one does.
+            self._state.edited.update(p.name for p in self._trainable() if self._has_master(p.dtype))
+        self._note_versions()
+
+    def close(self) -> None:
+        """Detaches from the model's modules; may be called again."""
+        if self._gradients is not None:
+            self._gradients.close()
+        if self._streamed is not None:
+            self._streamed.close()
+
+    # What the optimizer asks.
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """Returns the name of a trainable parameter of this model, or None."""
+        if not self.options.is_training or not parameter.requires_grad:
+            return None
+        return self._names.get(id(parameter))
+
+    def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
+        """Returns the gradient to apply, or None if there is none."""
+        assert self._gradients is not None
+        return self._gradients.accumulator_of(parameter)
+
+    def step_of(self, name: str) -> int:
+        """Returns how many updates the parameter has had."""
+        return self.steps.get(name, 0)
+
+    def apply(self, updates: dict[str, ParameterUpdate]) -> None:
+        """Updates the named parameters and counts one completed step.
+
+        Raises:
+            StorageError, CorruptStateError: A transfer failed: the state is between two steps,
+                and no commit is accepted any more.
+        """
+        self._require_whole("update")
+        started = time.perf_counter()
+        self._leave_slots()
+        self._run_pipeline(updates)
+        for name in updates:
+            self.steps[name] = self.step_of(name) + 1
+            # As after any in-place update: a graph that saved the old value must not be used.
+            torch.autograd.graph.increment_version(self._parameters[name])
+        self.completed_steps += 1
+        self._note_versions()
+        if self._streamed is not None:
+            self._streamed.after_update()
+        self.update_s += time.perf_counter() - started
+
+    # What the session asks.
+
+    @property
+    def io_wait_s(self) -> float:
+        waited = self._pipeline.io_wait_s
+        return waited + (self._residency.counters.io_wait_s if self._residency else 0.0)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return self._budget.peak_bytes
+
+    @property
+    def residency(self) -> Residency | None:
+        return self._residency
+
+    def commit(self, metadata: Mapping[str, Any]) -> None:
+        """Writes what is resident and changed, then publishes the current versions."""
+        self._require_whole("commit")
+        assert self._store is not None
+        before = self._store.stats().write_bytes
+        self._settle_edits()
+        self._write_dirty()
+        self.commit_record_bytes += self._store.stats().write_bytes - before
+        self._store.commit(
+            {
+                "step": self.completed_steps,
+                "layout": self.layout.to_json(),
+                "steps": self.steps,
+                "optimizer": "adamw",
+                "metadata": dict(metadata),
+            }
+        )
+
+    def state_digest(self) -> str:
+        """Returns the digest of parameters and optimizer state."""
+        self._require_whole("digest")
+        self._settle_edits()
+        reader = StateParts(
+            store=self._store,
+            scratch=self._scratch,
+            parameters=self._state.parameters,
+            records=self._state.records,
+        )
+        return state_digest(
+            self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
+        )
+
+    # Steps of opening.
+
+    def _require_same_layout(self) -> None:
+        if not self._is_resumed or self._store is None or self._store.head is None:
+            return
+        stored = ModelLayout.from_json(self._store.head["layout"])
+        if stored != self.layout:
+            raise StoreError(
+                f"cannot resume from store `{self._store.root}`: expected the model that it "
+                f"holds ({stored.num_parameters} parameters in {len(stored.units)} units, codec "
+                f"`{stored.codec}`), found another ({self.layout.num_parameters} in "
+                f"{len(self.layout.units)} units, codec `{self.layout.codec}`); build the same "
+                "model, or use another store"
+            )
+
+    def _make_plan(self, discovered: DiscoveredModel) -> HostPlan:
+        options = self.options
+        return plan_host(
+            self.layout,
+            budget_bytes=1 << 62 if options.budget_bytes is None else options.budget_bytes,
+            parameters=options.parameters,
+            optimizer=options.optimizer,
+            gradient_dtype=options.gradient_dtype,
+            co_resident_units=discovered.co_resident_units,
+            is_training=options.is_training,
+        )
+
+    def _take_memory(self) -> None:
+        """Cuts the arena as the plan says. Slots and record buffers are leased when in use."""
+        plan, on_host = self.plan, self.options.parameters == "host"
+        self._budget = Budget(min(plan.budget_bytes, plan.planned_bytes), tier="host")
+        arena = Arena(plan.planned_bytes)
+        arena.open()
+        gradients = arena.take(plan.gradient_bytes)
+        self._resident_parameters = arena.take(plan.resident_parameter_bytes)
+        resident_state = arena.take(plan.resident_state_bytes)
+        slots = arena.take(plan.slot_bytes * plan.num_slots)
+        window = arena.take(plan.buffer_bytes * plan.num_buffers)
+        self._budget.lease(plan.gradient_bytes, "gradients")
+        self._budget.lease(plan.resident_parameter_bytes, "parameters")
+        self._budget.lease(plan.resident_state_bytes, "optimizer state")
+        self._slots = self._pool(slots, plan.slot_bytes, "unit slots")
+        buffers = self._pool(window, plan.buffer_bytes, "record buffers")
+        self._scratch = max(slots, window, key=len)
+        if self.options.is_training:
+            self._gradients = Gradients(
+                self.layout,
+                self._parameters,
+                region=gradients,
+                dtype=self.options.gradient_dtype,
+                sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
+            )
+        self._state = ModelState(
+            layout=self.layout,
+            store=self._store,
+            parameters=self._flat_parameters() if on_host else None,
+            records=self._records(resident_state) if self.options.optimizer == "host" else None,
+            gradients=self._gradients.flat if self._gradients else {},
+        )
+        self._window = Window(
+            buffers,
+            self.layout,
+            holds_state=self.options.optimizer == "storage",
+            holds_parameters=not on_host,
+        )
+        self._pipeline = UpdatePipeline(self._state, self._window, self._kernels)
+
+    def _pool(self, region: memoryview, slot_bytes: int, purpose: str) -> SlotPool | None:
+        if not slot_bytes or not len(region):
+            return None
+        return SlotPool(region, slot_bytes=slot_bytes, budget=self._budget, purpose=purpose)
+
+    def _flat_parameters(self) -> dict[str, torch.Tensor]:
+        flat: dict[str, torch.Tensor] = {}
+        offset = 0
+        for shard in self.layout.shards.values():
+            memory = self._resident_parameters[offset : offset + shard.padded_bytes]
+            flat[shard.name] = storage_over(memory).view(getattr(torch, shard.dtype))
+            offset += shard.padded_bytes
+        return flat
+
+    def _records(self, region: memoryview) -> dict[str, torch.Tensor] | None:
+        """Returns the resident records, zero or as the store has them."""
+        if not self.options.is_training:
+            return None
+        records: dict[str, torch.Tensor] = {}
+        offset = 0
+        for record in self.layout.records:
+            memory = region[offset : offset + record.padded_bytes]
+            offset += record.padded_bytes
+            records[record.name] = storage_over(memory)
+            if self._is_resumed and self._store is not None and state_key(record) in self._store:
+                self._store.read(state_key(record), memory).wait()
+        return records
+
+    def _adopt(self, index: int, name: str) -> None:
+        """Moves one unit's parameters from the module, or the resumed store, to their tier."""
+        unit = self.layout.units[index]
+        if self.options.parameters == "host":
+            self._adopt_resident(index)
+            return
+        if self._is_resumed:
+            for placed in unit.parameters():
+                self._forget_built(self._parameters[placed.facts.name])
+            return
+        if unit.num_bytes == 0:
+            return
+        assert self._slots is not None and self._store is not None
+        slot = self._slots.try_lease()
+        if slot is None:
+            raise StoreError(f"cannot adopt unit `{name}`: no slot is free")
+        base = storage_over(slot.memory[: unit.num_bytes])
+        base.zero_()
+        streamed = StreamedUnit(unit, index, self._parameters)
+        for binding in streamed.bindings:
+            self._copy_built(binding.parameter, base, binding.offset_bytes)
+        StoredUnits(self.layout, self._store).write(unit, slot.memory[: unit.num_bytes])
+        for binding in streamed.bindings:
+            binding.detach()
+            self._forget_built(binding.parameter)
+        del base
+        self._slots.release(slot)
+
+    def _adopt_resident(self, index: int) -> None:
+        assert self._state.parameters is not None
+        for shard in self.layout.units[index].shards:
+            flat = self._state.parameters[shard.name]
+            if self._is_resumed:
+                self._read_shard(shard.name)
+            for placed in shard.parameters:
+                parameter = self._parameters[placed.facts.name]
+                view = flat[placed.start : placed.stop].view(placed.facts.shape)
+                if not self._is_resumed:
+                    self._touch_built(parameter)
+                    view.copy_(parameter.data)
+                self._forget_built(parameter)
+                parameter.data = view
+            if not self._is_resumed:
+                subgroups = self.layout.subgroups[shard.name]
+                self._state.dirty.update(parameter_key(s) for s in subgroups)
+
+    def _read_shard(self, name: str) -> None:
+        assert self._store is not None and self._state.parameters is not None
+        memory = memoryview(self._state.parameters[name].view(torch.uint8).numpy())
+        for subgroup in self.layout.subgroups[name]:
+            start = subgroup.offset_bytes
+            into = memory[start : start + subgroup.padded_parameter_bytes]
+            self._store.read(parameter_key(subgroup), into).wait()
+
+    def _attach(self, discovered: DiscoveredModel) -> None:
+        assert self._store is not None and self._slots is not None
+        units = [
+            StreamedUnit(unit, index, self._parameters)
+            for index, unit in enumerate(self.layout.units)
+        ]
+        for unit in units:
+            for binding in unit.bindings:
+                binding.detach()
+        self._residency = Residency(
+            units,
+            pool=self._slots,
+            tier=StoredUnits(self.layout, self._store),
+            prefetch_distance=self.options.prefetch_distance,
+            on_edit=self._on_edit,
+        )
+        self._streamed = StreamedModel(self.model, discovered, self._residency)
+        self._streamed.open()
+
+    def _touch_built(self, parameter: nn.Parameter) -> None:
+        if self._building is not None:
+            self._building.touch(parameter)
+
+    def _forget_built(self, parameter: nn.Parameter) -> None:
+        if self._building is not None:
+            self._building.forget(parameter)
+
+    def _copy_built(self, parameter: nn.Parameter, base: torch.Tensor, offset_bytes: int) -> None:
+        self._touch_built(parameter)
+        if parameter.is_meta:
+            raise ConfigError(
+                "cannot wrap a parameter on the `meta` device: expected values, found none; "
+                "build the model on the CPU, inside `session.building()` if it is large"
+            )
+        num_bytes = parameter.numel() * parameter.element_size()
+        target = base[offset_bytes : offset_bytes + num_bytes].view(parameter.dtype)
+        target.view(parameter.shape).copy_(parameter.data)
+
+    def _trainable(self) -> list[ParameterFacts]:
+        return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
+
+    def _has_master(self, dtype: str) -> bool:
+        return any(kind.name == "master" for kind in section_kinds(self.layout.codec, dtype))
+
+    # Steps of updating and committing.
+
+    def _run_pipeline(self, updates: Mapping[str, ParameterUpdate]) -> None:
+        records = self.layout.records
+        sequence = self._order.sequence(len(records), self.completed_steps + 1)
+        try:
+            self._pipeline.run([records[index] for index in sequence], updates)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _leave_slots(self) -> None:
+        """Notes what the user edited; stored parameters leave their slots before they change."""
+        if self._residency is not None:
+            self._residency.evict_all()
+            return
+        edited = [n for n, p in self._parameters.items() if p._version != self._seen_versions[n]]
+        self._note_edits(edited)
+
+    def _settle_edits(self) -> None:
+        """Brings parameters that the user edited, and their masters, to where they are stored."""
+        if self._residency is not None:
+            for unit in self._residency.units:
+                self._residency.capture_edits(unit)
+        else:
+            self._leave_slots()
+            self._note_versions()
+        if self._state.edited:
+            self._run_pipeline({})
+
+    def _on_edit(self, unit: StreamedUnit, names: list[str]) -> None:
+        del unit
+        self._note_edits(names)
+
+    def _note_edits(self, names: list[str]) -> None:
+        if not names:
+            return
+        trainable = {n for n in names if self._parameters[n].requires_grad}
+        if self.options.is_training:
+            self._state.edited.update(trainable)
+        if self._state.parameters is not None:
+            for name in names:
+                shard, placed = self.layout.parameters[name]
+                self._state.dirty.update(
+                    parameter_key(s)
+                    for s in self.layout.subgroups[shard.name]
+                    if placed.start < s.stop and s.start < placed.stop
+                )
+        logger.info(
+            "%d parameters were edited in place (first: `%s`): they are the master again",
+            len(names),
+            names[0],
+        )
+
+    def _note_versions(self) -> None:
+        self._seen_versions = {name: p._version for name, p in self._parameters.items()}
+
+    def _write_dirty(self) -> None:
+        """Writes resident records and parameters that differ from the store's."""
+        assert self._store is not None
+        dirty, state = self._state.dirty, self._state
+        tickets = []
+        if state.records is not None:
+            for record in self.layout.records:
+                if state_key(record) in dirty:
+                    memory = memoryview(state.records[record.name].numpy())
+                    ticket = self._store.write(
+                        state_key(record), memory, num_bytes=record.num_bytes
+                    )
+                    tickets.append(ticket)
+        if state.parameters is not None:
+            for name, subgroups in self.layout.subgroups.items():
+                memory = memoryview(state.parameters[name].view(torch.uint8).numpy())
+                for s in subgroups:
+                    if parameter_key(s) in dirty:
+                        part = memory[s.offset_bytes : s.offset_bytes + s.padded_parameter_bytes]
+                        ticket = self._store.write(
+                            parameter_key(s), part, num_bytes=s.parameter_bytes
+                        )
+                        tickets.append(ticket)
+        for ticket in tickets:
+            ticket.wait()
+        dirty.clear()
+
+    def _require_whole(self, action: str) -> None:
+        if self._failure is not None:
+            raise StoreError(
+                f"cannot {action}: an update failed ({self._failure}) and left the state between "
+                "two steps; close the session and resume from the last commit"
+            ) from self._failure
+

@@ -1,0 +1,1 @@
+"""Conformance classes and emulated faults for implementers of the interfaces of `offload`."""

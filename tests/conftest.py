@@ -1,0 +1,63 @@
+"""What holds for every test: nothing is left behind."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread")
+"""Pools of the process that start with their first use and stay."""
+_END_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_descriptor() -> Iterator[None]:
+    before = _descriptors()
+
+    yield
+
+    leaked = _leftover(lambda: _descriptors() - before)
+    assert not leaked, f"descriptors left open: {sorted(leaked)}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_thread() -> Iterator[None]:
+    before = set(threading.enumerate())
+
+    yield
+
+    leaked = _leftover(lambda: _own_threads() - before)
+    assert not leaked, f"threads left running: {sorted(thread.name for thread in leaked)}"
+
+
+def _descriptors() -> set[tuple[int, str]]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue  # the listing's own
+        # Libraries keep devices and event descriptors of their own.
+        if not target.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:")):
+            found.add((int(entry.name), target))
+    return found
+
+
+def _own_threads() -> set[threading.Thread]:
+    return {
+        thread for thread in threading.enumerate() if not thread.name.startswith(_SHARED_THREADS)
+    }
+
+
+def _leftover(find) -> set:
+    # What the test dropped is given time to end: objects in cycles, threads on their way out.
+    leaked = find()
+    deadline = time.monotonic() + _END_S
+    while leaked and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+        leaked = find()
+    return leaked

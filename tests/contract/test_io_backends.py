@@ -1,0 +1,96 @@
+"""Each backend of the I/O engine keeps the laws of the conformance class."""
+
+import pytest
+
+from offload._native import aio
+from offload.errors import ConfigError, StorageError
+from offload.storage.engine import BACKENDS, Engine
+from offload.testing.io_conformance import IOConformance
+
+needs_extension = pytest.mark.skipif(
+    not aio.available(), reason=f"no compiled backend: {aio.unavailable_because()}"
+)
+
+
+def libaio_is_refused() -> bool:
+    try:
+        with Engine("libaio"):
+            return False
+    except StorageError:
+        return True
+
+
+@needs_extension
+class TestLibaio(IOConformance):
+    def make_engine(self, **options: int) -> Engine:
+        if libaio_is_refused():
+            pytest.skip("the kernel refuses io_setup here")
+        return Engine("libaio", **options)
+
+
+@needs_extension
+class TestThreads(IOConformance):
+    def make_engine(self, **options: int) -> Engine:
+        return Engine("threads", **options)
+
+
+class TestAiofiles(IOConformance):
+    def make_engine(self, **options: int) -> Engine:
+        return Engine("aiofiles", **options)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_engine_says_which_backend_it_uses(name):
+    if name != "aiofiles" and not aio.available():
+        pytest.skip("no extension")
+    engine = Engine(name)
+
+    with engine:
+        assert engine.name == name
+
+
+def test_auto_takes_the_pure_backend_when_the_extension_is_switched_off(monkeypatch, caplog):
+    monkeypatch.setenv("OFFLOAD_PURE", "1")
+    monkeypatch.setattr("offload.storage.engine._logged", set())
+
+    for _ in range(2):
+        with Engine() as engine:
+            assert engine.name == "aiofiles"
+
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "OFFLOAD_PURE=1" in warnings[0].getMessage()
+
+
+def test_a_named_backend_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("OFFLOAD_PURE", "1")
+
+    with pytest.raises(StorageError, match="OFFLOAD_PURE"):
+        Engine("threads").open()
+
+
+@needs_extension
+def test_auto_falls_back_to_threads_when_the_kernel_refuses_libaio(monkeypatch, caplog):
+    monkeypatch.setattr("offload.storage.engine._logged", set())
+    opened = aio.Queue
+
+    def refuse(name, **options):
+        if name == "libaio":
+            raise OSError(11, "no more requests")
+        return opened(name, **options)
+
+    monkeypatch.setattr(aio, "Queue", refuse)
+
+    with Engine() as engine:
+        assert engine.name == "threads"
+
+    assert "EAGAIN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "fast"}, {"queue_depth": 0}, {"queue_depth": 5000}, {"block_bytes": 0}],
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ConfigError):
+        Engine(**options)

@@ -1,0 +1,38 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from offload.config import load_config
+from offload.runs.train import run_training
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def small_config():
+    """Returns the config of `examples/small.toml`, on one file of text, with changes."""
+
+    def load(**changes):
+        values = {
+            "data.source": "files",
+            "data.files": f'["{argparse.__file__}"]',
+            "model.layers": 2,
+            "model.width": 128,
+            "tiers.host.memory": "16MiB",
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        overrides = [
+            f"{key}={str(value).lower()}" if isinstance(value, bool) else f"{key}={value}"
+            for key, value in values.items()
+        ]
+        return load_config(EXAMPLES / "small.toml", overrides)
+
+    return load
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Returns `run_training` without the probe, which takes seconds and changes no bit."""
+    monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
+    return run_training

@@ -1,0 +1,147 @@
+"""A wrong configuration is refused with a message that says where, what and what to do."""
+
+import pytest
+
+from offload.config import build_config, load_config
+from offload.errors import ConfigError
+
+BUDGET = {"tiers": {"host": {"memory": "400MiB"}}}
+
+
+def _message(overrides):
+    with pytest.raises(ConfigError) as caught:
+        build_config(BUDGET, overrides=overrides, source="config `run.toml`")
+    message = str(caught.value)
+    assert "run.toml" in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.stepz", "train.steps"),
+        ("steps", "train.steps"),
+        ("trian", "train"),
+        ("tiers.host.memroy", "tiers.host.memory"),
+        ("model.widht", "model.width"),
+        ("policy.parametrs", "policy.parameters"),
+        ("optimizer.learning_rate_of_all", None),
+        ("zzz", None),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_right_one(key, nearest):
+    message = _message({key: 4})
+
+    assert f"key `{key}`" in message
+    assert (f"did you mean `{nearest}`?" if nearest else "remove it") in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected", "found"),
+    [
+        ("tiers.host.memory", "4GiBB", "a size such as `400MiB`", "`4GiBB`"),
+        ("tiers.host.memory", "-1", "a size", "`-1`"),
+        ("tiers.host.memory", 1.5, "a size", "`1.5`"),
+        ("tiers.host.memory", 0, "more than 0", "`0`"),
+        ("tiers.host.memory", True, "a size", "`True`"),
+        ("train.steps", "many", "a whole number", '`"many"`'),
+        ("train.steps", 4.0, "a whole number", "`4.0`"),
+        ("train.steps", True, "a whole number", "`True`"),
+        ("train.steps", 0, "more than 0", "`0`"),
+        ("train.seed", -1, "0 or more", "`-1`"),
+        ("optimizer.lr", "fast", "a number", '`"fast"`'),
+        ("optimizer.lr", float("nan"), "a finite number", "`nan`"),
+        ("optimizer.betas", [0.9, 1.5], "less than 1", "`1.5`"),
+        ("optimizer.codec", "zip", "`split` or `fp32`", '`"zip"`'),
+        ("offload", "no", "`true` or `false`", '`"no"`'),
+        ("model", 3, "a table", "`3`"),
+        ("train.steps.more", 1, "a whole number", "a table"),
+        ("model.factory", "no colon", "`module:callable`", '`"no colon"`'),
+        ("policy", 3, "a preset's name", "`3`"),
+    ],
+)
+def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, found):
+    message = _message({key: value})
+
+    assert f"key `{key.removesuffix('.more')}" in message
+    assert f"expected {expected}" in message
+    assert f"found {found}" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.name", "lion"),
+        ("tiers.device.kind", "cuda"),
+        ("tiers.device.memory", "1GiB"),
+        ("tiers.storage.paths", ["/a", "/b"]),
+        ("policy.parameters", "device"),
+        ("policy.order", "alternating"),
+        ("policy.overlap", "forward"),
+        ("policy.striping", "adaptive"),
+        ("checkpoint.save_every", 10),
+        ("checkpoint.keep_last", 2),
+        ("checkpoint.drain", "/backup"),
+    ],
+)
+def test_a_known_value_that_is_not_available_is_refused(key, value):
+    message = _message({key: value})
+
+    assert f"key `{key}`" in message
+    assert f"change `{key}`" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"model.heads": 5}, "`width` must be a multiple of `heads`"),
+        ({"model.vocabulary": 100}, "`vocabulary` must be 256 or more"),
+        ({"model.kind": "factory"}, "set `factory`"),
+        ({"model.kind": "gpt", "model.factory": "a:b"}, "leave `kind` out"),
+        ({"data.source": "files"}, "`files` must be set"),
+        ({"data.files": ["a"]}, "`files` must be set"),
+        (
+            {"tiers.storage.durability": "none", "tiers.storage.commit_every": 3},
+            "`commit_every` must be 0",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(overrides, text):
+    assert text in _message(overrides)
+
+
+def test_a_missing_budget_is_asked_for():
+    with pytest.raises(ConfigError, match=r"`tiers.host.memory`.*400MiB"):
+        build_config({})
+
+
+def test_every_wrong_key_is_named_at_once():
+    message = _message({"train.stepz": 1, "train.batch": 0})
+
+    assert "train.stepz" in message
+    assert "train.batch" in message
+    assert len(message.splitlines()) == 2
+
+
+def test_an_override_is_told_from_the_file():
+    message = _message({"train.batch": 0})
+
+    assert message.startswith("an override of config `run.toml`")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("train = [", "TOML"), ("\0", "TOML"), (b"\xff\xfe", "TOML")]
+)
+def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path, text, found):
+    path = tmp_path / "run.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    with pytest.raises(ConfigError, match=found) as caught:
+        load_config(path)
+
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        load_config(tmp_path / "missing.toml")

@@ -1,0 +1,92 @@
+"""Arenas, pools, budgets and storages over slots."""
+
+import gc
+
+import pytest
+import torch
+
+from offload.errors import BudgetError
+from offload.memory import Arena, Budget, SlotPool, storage_over, view_as
+
+
+def make_pool(num_slots: int = 2, slot_bytes: int = 4096) -> tuple[SlotPool, Budget]:
+    arena = Arena(num_slots * slot_bytes)
+    arena.open()
+    budget = Budget(num_slots * slot_bytes, tier="host")
+    region = arena.take(num_slots * slot_bytes)
+    return SlotPool(region, slot_bytes=slot_bytes, budget=budget, purpose="slots"), budget
+
+
+def test_budget_refuses_one_byte_too_many_and_names_the_holders() -> None:
+    budget = Budget(100, tier="host")
+    budget.lease(60, "gradients")
+
+    with pytest.raises(BudgetError, match=r"window.*gradients 60 B.*tiers\.host\.memory"):
+        budget.lease(41, "window")
+
+    assert budget.leased_bytes == 60
+    budget.lease(40, "window")
+    assert budget.peak_bytes == 100
+
+
+def test_budget_peak_is_the_most_leased_at_one_time() -> None:
+    budget = Budget(100, tier="host")
+
+    budget.lease(70, "a")
+    budget.release(70, "a")
+    budget.lease(30, "b")
+
+    assert budget.peak_bytes == 70
+    assert budget.leased_bytes == 30
+
+
+def test_pool_has_no_slot_left_after_the_last_lease() -> None:
+    pool, budget = make_pool(num_slots=2)
+
+    first, second = pool.try_lease(), pool.try_lease()
+
+    assert first is not None and second is not None
+    assert pool.try_lease() is None
+    assert budget.leased_bytes == 8192
+    pool.release(first)
+    assert pool.try_lease() is first
+
+
+def test_slot_comes_back_only_when_the_last_alias_is_gone() -> None:
+    pool, budget = make_pool(num_slots=1)
+    slot = pool.try_lease()
+    assert slot is not None
+    base = storage_over(slot.memory, on_death=lambda: pool.release(slot))
+    alias = view_as(base, offset_bytes=64, num_elements=8, dtype=torch.float32).view(2, 4).t()
+
+    del base
+    gc.collect()
+    still_leased = pool.try_lease() is None
+    alias.zero_()
+    del alias
+    gc.collect()
+
+    assert still_leased
+    assert pool.try_lease() is slot
+    assert budget.peak_bytes == 4096
+
+
+def test_arena_views_outlive_close() -> None:
+    arena = Arena(8192)
+    arena.open()
+    tensor = storage_over(arena.take(4096))
+
+    arena.close()
+    tensor.fill_(7)
+
+    assert int(tensor.sum()) == 7 * 4096
+
+
+def test_arena_regions_are_page_aligned_and_disjoint() -> None:
+    arena = Arena(3 * 4096)
+    arena.open()
+
+    first, second = storage_over(arena.take(100)), storage_over(arena.take(4096))
+
+    assert first.data_ptr() % 4096 == 0
+    assert second.data_ptr() == first.data_ptr() + 4096

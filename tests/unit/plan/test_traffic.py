@@ -1,0 +1,77 @@
+import pytest
+
+from offload.layout import ParameterFacts, UnitFacts, build_layout
+from offload.plan.traffic import ModelBytes, step_traffic
+
+MB = 10**6
+# 85 M parameters in bf16 under `split`: 2 bytes each, 10 bytes of state.
+MODEL = ModelBytes(
+    parameter_bytes=170 * MB,
+    trainable_parameter_bytes=170 * MB,
+    update_parameter_bytes=170 * MB,
+    state_bytes=850 * MB,
+)
+
+
+@pytest.mark.parametrize(
+    "parameters, optimizer, micro_steps, read, written",
+    [
+        # state + 2 micro-steps x (forward + backward) + update
+        ("storage", "storage", 2, 850 + 2 * (170 + 170) + 170, 850 + 170),
+        ("storage", "storage", 1, 850 + 170 + 170 + 170, 850 + 170),
+        ("storage", "host", 1, 3 * 170, 170),
+        ("host", "storage", 2, 850, 850),
+        ("host", "host", 2, 0, 0),
+    ],
+)
+def test_bytes_follow_from_the_placement(parameters, optimizer, micro_steps, read, written):
+    traffic = step_traffic(
+        MODEL, parameters=parameters, optimizer=optimizer, micro_steps=micro_steps
+    )
+
+    assert traffic.read_bytes == read * MB
+    assert traffic.write_bytes == written * MB
+
+
+def test_a_cache_shortens_state_both_ways_and_spilled_gradients_are_counted():
+    traffic = step_traffic(
+        MODEL,
+        parameters="host",
+        optimizer="storage",
+        micro_steps=2,
+        cached_state_bytes=100 * MB,
+        gradient_write_bytes=(20 * MB, 20 * MB),
+        gradient_read_bytes=(0, 20 * MB),
+        update_gradient_read_bytes=20 * MB,
+    )
+
+    assert traffic.read_bytes == (750 + 40) * MB
+    assert traffic.write_bytes == (750 + 40) * MB
+
+
+def _layout(codec, dtype):
+    facts = (
+        ParameterFacts(name="a", shape=(1000,), dtype=dtype),
+        ParameterFacts(name="b", shape=(24, 3), dtype=dtype, is_trainable=False),
+    )
+    return build_layout([UnitFacts(name="unit", parameters=facts)], codec=codec)
+
+
+@pytest.mark.parametrize(
+    "codec, dtype, state, read_by_update",
+    [
+        ("split", "bfloat16", 10, 2),
+        # The whole master is in the state: the update does not need the old parameter.
+        ("fp32", "bfloat16", 12, 0),
+        ("split", "float32", 8, 4),
+        ("fp32", "float32", 8, 4),
+    ],
+)
+def test_model_bytes_follow_from_codec_and_dtype(codec, dtype, state, read_by_update):
+    found = ModelBytes.of(_layout(codec, dtype))
+
+    itemsize = {"bfloat16": 2, "float32": 4}[dtype]
+    assert found.parameter_bytes == (1000 + 72) * itemsize
+    assert found.trainable_parameter_bytes == 1000 * itemsize
+    assert found.state_bytes == 1000 * state
+    assert found.update_parameter_bytes == 1000 * read_by_update
