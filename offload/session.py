@@ -294,7 +294,9 @@ class Session:
         on_storage = config.offload
         return WrapOptions(
             budget_bytes=self._budget_bytes,
-            parameters="storage" if on_storage and config.policy.parameters == "storage" else "host",
+            parameters="storage"
+            if on_storage and config.policy.parameters == "storage"
+            else "host",
             optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
             codec=config.optimizer.codec,
             gradient_dtype=config.train.gradient_dtype,

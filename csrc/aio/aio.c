@@ -167,7 +167,7 @@ static struct timespec time_after(int64_t timeout_ns)
 
 int ofl_aio_wait(struct ofl_aio_request *request, int64_t timeout_ns)
 {
-	struct timespec deadline = { 0 };
+	struct timespec deadline = {0};
 	int error = 0;
 
 	if (ofl_aio_is_done(request))
@@ -377,7 +377,8 @@ static int advance(struct ofl_aio_piece *piece, size_t num_bytes)
 	if (num_bytes > piece->len - from)
 		return -EIO; /* more than was asked: nothing can be trusted */
 	if (from + num_bytes <= piece->done_bytes)
-		return piece->request->transfer.operation == OFL_AIO_READ ? -ENODATA : -EIO;
+		return piece->request->transfer.operation == OFL_AIO_READ ? -ENODATA
+									  : -EIO;
 	piece->done_bytes = from + num_bytes;
 	piece->num_retries = 0;
 	return 0;
@@ -419,7 +420,7 @@ int ofl_aio_start_thread(pthread_t *thread, void *(*run)(void *), void *argument
 
 void ofl_aio_pause(void)
 {
-	const struct timespec pause = { .tv_nsec = OFL_AIO_RETRY_NS };
+	const struct timespec pause = {.tv_nsec = OFL_AIO_RETRY_NS};
 
 	nanosleep(&pause, NULL);
 }

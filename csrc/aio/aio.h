@@ -32,11 +32,11 @@
 /* The text from here to "cffi: end" is read by csrc/build_aio.py too. */
 /* cffi: begin */
 
-#define OFL_AIO_READ 0
+#define OFL_AIO_READ  0
 #define OFL_AIO_WRITE 1
 
-#define OFL_AIO_NEEDED 0
-#define OFL_AIO_PREFETCH 1
+#define OFL_AIO_NEEDED	   0
+#define OFL_AIO_PREFETCH   1
 #define OFL_AIO_WRITE_BACK 2
 
 #define OFL_AIO_MAX_QUEUE_DEPTH 1024
@@ -52,17 +52,17 @@ struct ofl_aio_options {
 };
 
 struct ofl_aio_transfer {
-	int fd;             /* stays open until the request is done */
-	int operation;      /* OFL_AIO_READ, OFL_AIO_WRITE */
-	int priority;       /* OFL_AIO_NEEDED, _PREFETCH, _WRITE_BACK */
+	int fd;		    /* stays open until the request is done */
+	int operation;	    /* OFL_AIO_READ, OFL_AIO_WRITE */
+	int priority;	    /* OFL_AIO_NEEDED, _PREFETCH, _WRITE_BACK */
 	uint32_t alignment; /* a power of two; 1 unless fd is O_DIRECT */
-	void *buf;          /* not written to by OFL_AIO_WRITE */
-	size_t len;         /* bytes, also 0 and more than 2 GiB */
+	void *buf;	    /* not written to by OFL_AIO_WRITE */
+	size_t len;	    /* bytes, also 0 and more than 2 GiB */
 	uint64_t offset;    /* bytes from the start of the file */
 };
 
 struct ofl_aio_result {
-	int error;         /* 0 or -errno */
+	int error;	   /* 0 or -errno */
 	size_t done_bytes; /* bytes from the start of buf that were transferred */
 };
 

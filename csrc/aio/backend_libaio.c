@@ -51,7 +51,7 @@ static long sys_io_submit(aio_context_t context, long num, struct iocb **iocbs)
 
 static long sys_io_getevents(aio_context_t context, long max, struct io_event *events)
 {
-	struct timespec zero = { 0 };
+	struct timespec zero = {0};
 	long result = syscall(SYS_io_getevents, context, 0L, max, events, &zero);
 
 	return result < 0 ? -errno : result;
@@ -68,8 +68,8 @@ static void prepare(const struct ring *ring, struct entry *entry)
 
 	entry->iocb = (struct iocb){
 		.aio_data = (uintptr_t)entry,
-		.aio_lio_opcode = rest.operation == OFL_AIO_READ ? IOCB_CMD_PREAD :
-								   IOCB_CMD_PWRITE,
+		.aio_lio_opcode =
+			rest.operation == OFL_AIO_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE,
 		.aio_fildes = (uint32_t)rest.fd,
 		.aio_buf = (uintptr_t)rest.buf,
 		.aio_nbytes = rest.len,
@@ -164,7 +164,7 @@ static void reap(struct ofl_aio *queue)
 /* Wait for a completion or a call of wake().  Spurious returns do no harm. */
 static void wait_for_event(const struct ring *ring)
 {
-	struct pollfd poll_fd = { .fd = ring->event_fd, .events = POLLIN };
+	struct pollfd poll_fd = {.fd = ring->event_fd, .events = POLLIN};
 	uint64_t count;
 
 	if (poll(&poll_fd, 1, -1) < 0 || read(ring->event_fd, &count, sizeof(count)) < 0)

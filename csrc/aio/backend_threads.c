@@ -81,8 +81,8 @@ static int threads_start(struct ofl_aio *queue)
 		goto out_free;
 	queue->backend = pool;
 	while (pool->num_threads < queue->queue_depth) {
-		error = ofl_aio_start_thread(&pool->threads[pool->num_threads], run_worker,
-					     queue);
+		error = ofl_aio_start_thread(&pool->threads[pool->num_threads],
+					     run_worker, queue);
 		if (error)
 			goto out_stop;
 		pool->num_threads++;

@@ -30,8 +30,8 @@ struct ofl_aio_request {
 
 	/* Under the queue's lock, until the request is done. */
 	struct ofl_aio_request *next, *previous; /* in the list of its priority */
-	size_t cut_bytes;                        /* handed out as pieces so far */
-	uint32_t num_pieces;                     /* handed out and not finished */
+	size_t cut_bytes;			 /* handed out as pieces so far */
+	uint32_t num_pieces;			 /* handed out and not finished */
 	struct ofl_aio_result result;
 
 	atomic_uint num_holds;
@@ -79,9 +79,9 @@ struct ofl_aio_backend_ops {
 
 struct ofl_aio {
 	const struct ofl_aio_backend_ops *ops; /* constant */
-	uint32_t queue_depth;                  /* constant */
-	size_t block_bytes;                    /* constant */
-	void *backend;                         /* belongs to the backend */
+	uint32_t queue_depth;		       /* constant */
+	size_t block_bytes;		       /* constant */
+	void *backend;			       /* belongs to the backend */
 
 	pthread_mutex_t lock; /* of all below */
 	bool is_closing;
@@ -94,7 +94,7 @@ struct ofl_aio {
 enum ofl_aio_next {
 	OFL_AIO_FINISHED, /* the piece is over; the backend forgets it */
 	OFL_AIO_CONTINUE, /* submit ofl_aio_piece_rest() at once */
-	OFL_AIO_RETRY,    /* the same after a pause of OFL_AIO_RETRY_NS */
+	OFL_AIO_RETRY,	  /* the same after a pause of OFL_AIO_RETRY_NS */
 };
 
 extern const struct ofl_aio_backend_ops ofl_aio_backend_libaio;

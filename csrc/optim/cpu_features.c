@@ -107,7 +107,8 @@ int ofl_optim_variant_runs(int variant, unsigned features)
 
 const char *ofl_optim_variant_name(int variant)
 {
-	static const char *const names[OFL_OPTIM_NUM_VARIANTS] = { "scalar", "avx2", "avx512" };
+	static const char *const names[OFL_OPTIM_NUM_VARIANTS] = {"scalar", "avx2",
+								  "avx512"};
 
 	if (variant < 0 || variant >= OFL_OPTIM_NUM_VARIANTS)
 		return NULL;

@@ -79,6 +79,21 @@ static inline float ofl_bf16_to_float(uint16_t value)
 	return ofl_bits_to_float((uint32_t)value << 16);
 }
 
+/* Element i of a gradient in fp32, times the scales that are not 1. */
+static inline float ofl_load_gradient(const void *gradient, int dtype, size_t i,
+				      const float scales[2])
+{
+	float g = dtype == OFL_OPTIM_BF16
+			  ? ofl_bf16_to_float(((const uint16_t *)gradient)[i])
+			  : ((const float *)gradient)[i];
+
+	if (scales[0] != 1.0f)
+		g = g * scales[0];
+	if (scales[1] != 1.0f)
+		g = g * scales[1];
+	return g;
+}
+
 /* Adds the lanes of one norm block by halving: j += j + 8, + 4, + 2, + 1. */
 static inline double ofl_combine_lanes(double lanes[OFL_OPTIM_NORM_LANES])
 {

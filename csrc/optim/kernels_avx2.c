@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The AVX2 kernels: vector types and operations for kernels_template.h; the streaming copy.
+// The AVX2 kernels: vector types and operations for kernels_template.h; the streaming
+// copy.
 #include "internal.h"
 
 #if OFL_OPTIM_HAS_X86
 #include <immintrin.h>
 
 /* Without fma: the compiler has no instruction to fuse with. */
-#define OFL_TARGET __attribute__((target("avx2")))
-#define OFL_WIDTH 8
+#define OFL_TARGET     __attribute__((target("avx2")))
+#define OFL_WIDTH      8
 #define OFL_NAME(name) name##_avx2
-#define OP static inline __attribute__((always_inline)) OFL_TARGET
+#define OP	       static inline __attribute__((always_inline)) OFL_TARGET
 
 typedef __m256 vf;
 typedef __m256i vi;
 typedef __m256d vd;
 
+/* A table: one operation a line. */
+// clang-format off
 OP vf vf_load(const float *at) { return _mm256_loadu_ps(at); }
 OP void vf_store(float *at, vf x) { _mm256_storeu_ps(at, x); }
 OP vf vf_set1(float x) { return _mm256_set1_ps(x); }
@@ -33,6 +36,7 @@ OP vd vd_mul(vd x, vd y) { return _mm256_mul_pd(x, y); }
 OP void vd_store(double *at, vd x) { _mm256_storeu_pd(at, x); }
 OP vd vd_from_low(vf x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 OP vd vd_from_high(vf x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+// clang-format on
 
 /* NaN becomes the one NaN. */
 OP vf vf_canonical(vf x)
@@ -47,7 +51,8 @@ OP void widen_high(const void *at, vi out[2])
 	vi x = _mm256_loadu_si256(at);
 
 	out[0] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16);
-	out[1] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)), 16);
+	out[1] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)),
+				   16);
 }
 
 /* 16 signed 16-bit values into 32-bit ones, in order. */
@@ -60,7 +65,10 @@ OP void widen_signed(const void *at, vi out[2])
 }
 
 /* packus works within 128-bit halves: put its quarters in order. */
-OP vi pack_words(vi x, vi y) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(x, y), 0xd8); }
+OP vi pack_words(vi x, vi y)
+{
+	return _mm256_permute4x64_epi64(_mm256_packus_epi32(x, y), 0xd8);
+}
 
 /* The lower, or upper, 16 bits of 16 32-bit values, in order. */
 OP vi pack_low(vi x, vi y)
@@ -85,12 +93,14 @@ OP void store_16(void *at, vi x, int is_streamed)
 
 #include "kernels_template.h"
 
-OFL_TARGET void ofl_optim_copy_avx2(unsigned char *dst, const unsigned char *src, size_t num_bytes)
+OFL_TARGET void ofl_optim_copy_avx2(unsigned char *dst, const unsigned char *src,
+				    size_t num_bytes)
 {
 	size_t i = 0;
 
 	for (; num_bytes - i >= 64; i += 64) {
-		_mm256_stream_si256((void *)(dst + i), _mm256_loadu_si256((const void *)(src + i)));
+		_mm256_stream_si256((void *)(dst + i),
+				    _mm256_loadu_si256((const void *)(src + i)));
 		_mm256_stream_si256((void *)(dst + i + 32),
 				    _mm256_loadu_si256((const void *)(src + i + 32)));
 	}

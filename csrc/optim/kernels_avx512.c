@@ -5,15 +5,17 @@
 #if OFL_OPTIM_HAS_X86
 #include <immintrin.h>
 
-#define OFL_TARGET __attribute__((target("avx512f,avx512bw")))
-#define OFL_WIDTH 16
+#define OFL_TARGET     __attribute__((target("avx512f,avx512bw")))
+#define OFL_WIDTH      16
 #define OFL_NAME(name) name##_avx512
-#define OP static inline __attribute__((always_inline)) OFL_TARGET
+#define OP	       static inline __attribute__((always_inline)) OFL_TARGET
 
 typedef __m512 vf;
 typedef __m512i vi;
 typedef __m512d vd;
 
+/* A table: one operation a line. */
+// clang-format off
 OP vf vf_load(const float *at) { return _mm512_loadu_ps(at); }
 OP void vf_store(float *at, vf x) { _mm512_storeu_ps(at, x); }
 OP vf vf_set1(float x) { return _mm512_set1_ps(x); }
@@ -31,6 +33,7 @@ OP vd vd_add(vd x, vd y) { return _mm512_add_pd(x, y); }
 OP vd vd_mul(vd x, vd y) { return _mm512_mul_pd(x, y); }
 OP void vd_store(double *at, vd x) { _mm512_storeu_pd(at, x); }
 OP vd vd_from_low(vf x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
+// clang-format on
 
 OP vd vd_from_high(vf x)
 {
@@ -51,7 +54,8 @@ OP void widen_high(const void *at, vi out[2])
 	vi x = _mm512_loadu_si512(at);
 
 	out[0] = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16);
-	out[1] = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)), 16);
+	out[1] = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)),
+				   16);
 }
 
 /* 32 signed 16-bit values into 32-bit ones, in order. */
@@ -66,14 +70,18 @@ OP void widen_signed(const void *at, vi out[2])
 /* Index of every second 16-bit word of a pair of vectors: 0, 2, .. 62. */
 OP vi even_words(void)
 {
-	const vi lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+	const vi lanes =
+		_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 	const vi first = _mm512_slli_epi32(lanes, 2); /* 0, 4, .. 60 */
 
 	return _mm512_or_si512(first, _mm512_slli_epi32(vi_add(first, vi_set1(2)), 16));
 }
 
 /* The lower, or upper, 16 bits of 32 32-bit values, in order. */
-OP vi pack_low(vi x, vi y) { return _mm512_permutex2var_epi16(x, even_words(), y); }
+OP vi pack_low(vi x, vi y)
+{
+	return _mm512_permutex2var_epi16(x, even_words(), y);
+}
 
 OP vi pack_high(vi x, vi y)
 {

@@ -9,18 +9,6 @@ static float canonical(float value)
 	return isnan(value) ? ofl_bits_to_float(OFL_OPTIM_NAN) : value;
 }
 
-static float load_gradient(const void *gradient, int dtype, size_t i, const float scales[2])
-{
-	float g = dtype == OFL_OPTIM_BF16 ? ofl_bf16_to_float(((const uint16_t *)gradient)[i]) :
-					    ((const float *)gradient)[i];
-
-	if (scales[0] != 1.0f)
-		g = g * scales[0];
-	if (scales[1] != 1.0f)
-		g = g * scales[1];
-	return g;
-}
-
 static float load_master(const struct ofl_optim_adamw *o, size_t i)
 {
 	uint32_t high;
@@ -28,7 +16,8 @@ static float load_master(const struct ofl_optim_adamw *o, size_t i)
 	switch (o->codec) {
 	case OFL_OPTIM_SPLIT:
 		high = (uint32_t)((const uint16_t *)o->parameter)[i] << 16;
-		return ofl_bits_to_float(high + (uint32_t)(int32_t)((const int16_t *)o->master)[i]);
+		return ofl_bits_to_float(
+			high + (uint32_t)(int32_t)((const int16_t *)o->master)[i]);
 	case OFL_OPTIM_FP32:
 		return ((const float *)o->master)[i];
 	default:
@@ -57,13 +46,14 @@ static void store_master(const struct ofl_optim_adamw *o, size_t i, float master
 }
 
 void ofl_optim_adamw_scalar(const struct ofl_optim_adamw *o,
-			    const struct ofl_optim_adamw_scalars *k, size_t start, size_t stop)
+			    const struct ofl_optim_adamw_scalars *k, size_t start,
+			    size_t stop)
 {
 	for (size_t i = start; i < stop; i++) {
 		float p = load_master(o, i);
 		float m = o->exp_avg[i];
 		float v = o->exp_avg_sq[i];
-		float g = load_gradient(o->gradient, o->gradient_dtype, i, o->scales);
+		float g = ofl_load_gradient(o->gradient, o->gradient_dtype, i, o->scales);
 		float s, x, y, d, n;
 
 		p = p * k->q;
@@ -94,11 +84,11 @@ void ofl_optim_adamw_scalar(const struct ofl_optim_adamw *o,
 double ofl_optim_norm_scalar(const void *gradient, int dtype, size_t num_elements,
 			     const float scales[2])
 {
-	double lanes[OFL_OPTIM_NORM_LANES] = { 0.0 };
+	double lanes[OFL_OPTIM_NORM_LANES] = {0.0};
 
 	for (size_t i = 0; i < num_elements; i++) {
 		/* The square of a float64 made from fp32 is exact: 48 bits. */
-		double g = (double)load_gradient(gradient, dtype, i, scales);
+		double g = (double)ofl_load_gradient(gradient, dtype, i, scales);
 
 		lanes[i % OFL_OPTIM_NORM_LANES] += g * g;
 	}

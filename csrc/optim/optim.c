@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks arguments, picks the variant, cuts the work into slices and runs them on the pool.
+// Checks arguments, picks the variant, cuts the work into slices and runs them on the
+// pool.
 #include "internal.h"
 
 #include <errno.h>
@@ -11,10 +12,10 @@ struct variant {
 };
 
 static const struct variant variants[OFL_OPTIM_NUM_VARIANTS] = {
-	[OFL_OPTIM_SCALAR] = { ofl_optim_adamw_scalar, ofl_optim_norm_scalar },
+	[OFL_OPTIM_SCALAR] = {ofl_optim_adamw_scalar, ofl_optim_norm_scalar},
 #if OFL_OPTIM_HAS_X86
-	[OFL_OPTIM_AVX2] = { ofl_optim_adamw_avx2, ofl_optim_norm_avx2 },
-	[OFL_OPTIM_AVX512] = { ofl_optim_adamw_avx512, ofl_optim_norm_avx512 },
+	[OFL_OPTIM_AVX2] = {ofl_optim_adamw_avx2, ofl_optim_norm_avx2},
+	[OFL_OPTIM_AVX512] = {ofl_optim_adamw_avx512, ofl_optim_norm_avx512},
 #endif
 };
 
@@ -46,7 +47,8 @@ static int are_operands(const struct ofl_optim_adamw *o)
 	if (o->num_elements > SIZE_MAX / sizeof(float))
 		return 0;
 	if (!is_array(o->gradient, dtype_itemsize(o->gradient_dtype)) ||
-	    !is_array(o->exp_avg, sizeof(float)) || !is_array(o->exp_avg_sq, sizeof(float)))
+	    !is_array(o->exp_avg, sizeof(float)) ||
+	    !is_array(o->exp_avg_sq, sizeof(float)))
 		return 0;
 	switch (o->codec) {
 	case OFL_OPTIM_SPLIT:
@@ -140,12 +142,13 @@ int ofl_optim_adamw(struct ofl_optim_pool *pool, int variant,
 		return -EINVAL;
 	if (operands->num_elements == 0 && are_ranges(ranges, num_ranges, 0))
 		return 0;
-	if (!are_operands(operands) || !are_ranges(ranges, num_ranges, operands->num_elements))
+	if (!are_operands(operands) ||
+	    !are_ranges(ranges, num_ranges, operands->num_elements))
 		return -EINVAL;
 	if (num_ranges == 0)
 		return 0;
-	job = (struct adamw_job){ kernels->adamw, operands, ranges, num_ranges,
-				  ranges[0].start / SLICE_ELEMENTS * SLICE_ELEMENTS };
+	job = (struct adamw_job){kernels->adamw, operands, ranges, num_ranges,
+				 ranges[0].start / SLICE_ELEMENTS * SLICE_ELEMENTS};
 	stop = ranges[num_ranges - 1].stop;
 	ofl_optim_pool_run(pool, run_adamw, &job,
 			   (stop - job.start + SLICE_ELEMENTS - 1) / SLICE_ELEMENTS);
@@ -176,10 +179,10 @@ static void run_norm(const void *argument, size_t task)
 		const size_t first = i * OFL_OPTIM_NORM_BLOCK;
 		const size_t rest = gradient->num_elements - first;
 
-		job->blocks[i] =
-			job->run((const char *)gradient->data + first * itemsize, gradient->dtype,
-				 rest < OFL_OPTIM_NORM_BLOCK ? rest : OFL_OPTIM_NORM_BLOCK,
-				 job->scales);
+		job->blocks[i] = job->run(
+			(const char *)gradient->data + first * itemsize, gradient->dtype,
+			rest < OFL_OPTIM_NORM_BLOCK ? rest : OFL_OPTIM_NORM_BLOCK,
+			job->scales);
 	}
 }
 
@@ -206,8 +209,8 @@ static int are_gradients(const struct ofl_optim_gradient *gradients, size_t num_
 }
 
 int ofl_optim_sums_of_squares(struct ofl_optim_pool *pool, int variant,
-			      const struct ofl_optim_gradient *gradients, size_t num_gradients,
-			      const float scales[2], double *sums)
+			      const struct ofl_optim_gradient *gradients,
+			      size_t num_gradients, const float scales[2], double *sums)
 {
 	const struct variant *kernels;
 	struct norm_job job;
@@ -222,7 +225,7 @@ int ofl_optim_sums_of_squares(struct ofl_optim_pool *pool, int variant,
 	for (size_t i = 0; i < num_gradients; i++)
 		if (count_blocks(&gradients[i]) > most_blocks)
 			most_blocks = count_blocks(&gradients[i]);
-	job = (struct norm_job){ .run = kernels->norm, .scales = scales };
+	job = (struct norm_job){.run = kernels->norm, .scales = scales};
 	job.blocks = malloc((most_blocks + 1) * sizeof(*job.blocks));
 	if (!job.blocks)
 		return -ENOMEM;
@@ -230,7 +233,8 @@ int ofl_optim_sums_of_squares(struct ofl_optim_pool *pool, int variant,
 		job.gradient = &gradients[i];
 		job.num_blocks = count_blocks(&gradients[i]);
 		ofl_optim_pool_run(pool, run_norm, &job,
-				   (job.num_blocks + BLOCKS_PER_TASK - 1) / BLOCKS_PER_TASK);
+				   (job.num_blocks + BLOCKS_PER_TASK - 1) /
+					   BLOCKS_PER_TASK);
 		sums[i] = 0.0;
 		for (size_t j = 0; j < job.num_blocks; j++)
 			sums[i] += job.blocks[j];
@@ -263,13 +267,13 @@ static void run_copy(const void *argument, size_t task)
 	memcpy(job->dst + first, job->src + first, length);
 }
 
-int ofl_optim_copy(struct ofl_optim_pool *pool, void *dst, const void *src, size_t num_bytes,
-		   int is_nontemporal)
+int ofl_optim_copy(struct ofl_optim_pool *pool, void *dst, const void *src,
+		   size_t num_bytes, int is_nontemporal)
 {
-	struct copy_job job = { .dst = dst,
-				.src = src,
-				.num_bytes = num_bytes,
-				.is_nontemporal = is_nontemporal };
+	struct copy_job job = {.dst = dst,
+			       .src = src,
+			       .num_bytes = num_bytes,
+			       .is_nontemporal = is_nontemporal};
 	size_t num_parts;
 
 	if (!pool || !dst || !src || (is_nontemporal && (uintptr_t)dst % 32))

@@ -26,13 +26,13 @@
 /* cffi: begin */
 
 /* Variants, the least preferred first. */
-#define OFL_OPTIM_SCALAR 0
-#define OFL_OPTIM_AVX2 1
-#define OFL_OPTIM_AVX512 2
+#define OFL_OPTIM_SCALAR       0
+#define OFL_OPTIM_AVX2	       1
+#define OFL_OPTIM_AVX512       2
 #define OFL_OPTIM_NUM_VARIANTS 3
 
 /* CPU features, as bits: what OFFLOAD_DISABLE_CPU_FEATURES can name. */
-#define OFL_OPTIM_FEATURE_AVX2 1u
+#define OFL_OPTIM_FEATURE_AVX2	 1u
 #define OFL_OPTIM_FEATURE_AVX512 2u
 
 /*
@@ -75,12 +75,12 @@ void ofl_optim_pool_close(struct ofl_optim_pool *pool);
 int ofl_optim_pool_num_threads(const struct ofl_optim_pool *pool);
 
 /* How the master weight is encoded. */
-#define OFL_OPTIM_SPLIT 0 /* bf16 parameter and the master's low 16 bits */
-#define OFL_OPTIM_FP32 1 /* fp32 master; the bf16 parameter is only written */
+#define OFL_OPTIM_SPLIT	    0 /* bf16 parameter and the master's low 16 bits */
+#define OFL_OPTIM_FP32	    1 /* fp32 master; the bf16 parameter is only written */
 #define OFL_OPTIM_PARAMETER 2 /* the fp32 parameter is the master */
 
 #define OFL_OPTIM_BF16 0
-#define OFL_OPTIM_F32 1
+#define OFL_OPTIM_F32  1
 
 /*
  * What one AdamW pass works on: arrays of num_elements, none overlapping
@@ -90,8 +90,8 @@ int ofl_optim_pool_num_threads(const struct ofl_optim_pool *pool);
 struct ofl_optim_adamw {
 	int codec;
 	int gradient_dtype; /* OFL_OPTIM_BF16 or OFL_OPTIM_F32 */
-	void *parameter; /* uint16_t (bf16), or float with OFL_OPTIM_PARAMETER */
-	void *master; /* int16_t, float, or NULL, by codec */
+	void *parameter;    /* uint16_t (bf16), or float with OFL_OPTIM_PARAMETER */
+	void *master;	    /* int16_t, float, or NULL, by codec */
 	const void *gradient;
 	float *exp_avg;
 	float *exp_avg_sq;
@@ -104,10 +104,10 @@ struct ofl_optim_adamw_scalars {
 	float c1; /* 1 - beta1 */
 	float c2; /* 1 - beta2 */
 	float b2; /* beta2 */
-	float q; /* 1 - lr * weight_decay */
-	float u; /* -(lr / (1 - beta1**t)) */
-	float r; /* 1 / (1 - beta2**t)**0.5 */
-	float e; /* eps */
+	float q;  /* 1 - lr * weight_decay */
+	float u;  /* -(lr / (1 - beta1**t)) */
+	float r;  /* 1 / (1 - beta2**t)**0.5 */
+	float e;  /* eps */
 };
 
 /* Elements start .. stop - 1 are updated with these scalars. */
@@ -144,8 +144,7 @@ struct ofl_optim_gradient {
  */
 int ofl_optim_sums_of_squares(struct ofl_optim_pool *pool, int variant,
 			      const struct ofl_optim_gradient *gradients,
-			      size_t num_gradients, const float scales[2],
-			      double *sums);
+			      size_t num_gradients, const float scales[2], double *sums);
 
 /*
  * Copy num_bytes between buffers that do not overlap, each thread a contiguous

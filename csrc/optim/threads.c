@@ -24,7 +24,7 @@ struct ofl_optim_pool {
 	pthread_cond_t has_job;
 	pthread_cond_t has_left;
 	struct job *job; /* NULL: nothing to join */
-	int num_joined; /* workers inside the job */
+	int num_joined;	 /* workers inside the job */
 	int is_closing;
 	pid_t owner;
 	int num_workers;
@@ -114,7 +114,8 @@ int ofl_optim_pool_open(struct ofl_optim_pool **pool, int num_threads)
 
 	if (!pool || num_threads < 1)
 		return -EINVAL;
-	new = calloc(1, sizeof(*new) + (size_t)(num_threads - 1) * sizeof(new->workers[0]));
+	new = calloc(1,
+		     sizeof(*new) + (size_t)(num_threads - 1) * sizeof(new->workers[0]));
 	if (!new)
 		return -ENOMEM;
 	if (init_locks(new)) {
@@ -176,7 +177,7 @@ static void run_shared(struct ofl_optim_pool *pool, struct job *job)
 void ofl_optim_pool_run(struct ofl_optim_pool *pool, ofl_optim_task_fn *run,
 			const void *operands, size_t num_tasks)
 {
-	struct job job = { .run = run, .operands = operands, .num_tasks = num_tasks };
+	struct job job = {.run = run, .operands = operands, .num_tasks = num_tasks};
 	fenv_t before;
 
 	/* The caller may flush subnormals (torch.set_flush_denormal): kernels don't. */

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         return _report_usage(output, error)
     except Exception as error:  # noqa: BLE001 - the last place that can say what failed
         return output.report(error)
-    if code == EXIT_INTERRUPTED:
+    if code == EXIT_INTERRUPTED and not output.has_result:
         output.report_message("interrupted", kind="KeyboardInterrupt")
     return code if isinstance(code, int) else 0
 
@@ -146,6 +147,9 @@ def train(
         progress=PrintedSteps(output.progress_console()),
     )
     output.show(result, render_train)
+    if result.stopped_by is not None:
+        # As a shell says it of a command that a signal ended.
+        raise typer.Exit(128 + signal.Signals[result.stopped_by])
 
 
 @app.command()

@@ -35,11 +35,14 @@ class Output:
 
     def __init__(self, *, as_json: bool, stdout: TextIO, stderr: TextIO) -> None:
         self.as_json = as_json
+        self.has_result = False
+        """Whether `show` has printed a result."""
         self._stdout = stdout
         self._stderr = stderr
 
     def show(self, result: ResultT, render: Callable[["Console", ResultT], None]) -> None:
         """Prints `result`: as JSON, or for a reader by `render`."""
+        self.has_result = True
         if self.as_json:
             self.write_json(result.to_json())
         else:

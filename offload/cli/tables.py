@@ -46,20 +46,20 @@ def render_train(console: Console, result: Result) -> None:
     if values.get("stopped_by"):
         title = f"stopped by {values['stopped_by']} after step {values['steps']}"
     rows = [(label, format_figure(key, values[key])) for label, key in _RUN_FIGURES]
-    console.print(_facts(title, rows))
+    _print_facts(console, title, rows)
 
 
 def render_plan(console: Console, result: Result) -> None:
     """Prints whether a run fits, and bytes per tier."""
     values = result.to_json()
-    table = Table("tier", "budget", "planned", title="plan")
+    table = Table("tier", "budget", "planned")
     for name, tier in values["tiers"].items():
         table.add_row(
             name,
             format_figure("budget_bytes", tier["budget_bytes"]),
             format_figure("planned_bytes", tier["planned_bytes"]),
         )
-    console.print(table)
+    _print_table(console, "plan", table)
     rows = [("fits", "yes" if values["fits"] else "no")]
     rows += [("reason", reason) for reason in values["reasons"]]
     rows += [
@@ -72,7 +72,7 @@ def render_plan(console: Console, result: Result) -> None:
         for key, found in values["predicted"].items()
         if found is not None
     ]
-    console.print(_facts("run", rows))
+    _print_facts(console, "run", rows)
 
 
 def render_verify(console: Console, result: Result) -> None:
@@ -80,36 +80,42 @@ def render_verify(console: Console, result: Result) -> None:
     values = result.to_json()
     if values["bad"]:
         columns = ("record", "parameter", "path", "file", "offset", "reason")
-        table = Table(*columns, title="bad blocks")
+        table = Table(*columns)
         for bad in values["bad"]:
             table.add_row(*(str(bad[column]) for column in columns))
-        console.print(table)
+        _print_table(console, "bad blocks", table)
     rows = [
         ("records", str(values["records"])),
         ("bytes", format_figure("num_bytes", values["bytes"])),
         ("ok", "yes" if values["ok"] else "no"),
     ]
-    console.print(_facts("store", rows))
+    _print_facts(console, "store", rows)
 
 
 def render_doctor(console: Console, result: Result) -> None:
     """Prints each check with what to do where it found something."""
     values = result.to_json()
-    table = Table("check", "status", "found", "remedy", title="doctor")
+    table = Table("check", "status", "found", "remedy")
     for check in values["checks"]:
         table.add_row(check["name"], check["status"], check["found"], check["remedy"] or NONE)
-    console.print(table)
+    _print_table(console, "doctor", table)
 
 
 def render_facts(console: Console, result: Result) -> None:
     """Prints plain figures, one a row."""
     values = result.to_json()
     rows = [(key.replace("_", " "), format_figure(key, value)) for key, value in values.items()]
-    console.print(_facts("store", rows))
+    _print_facts(console, "store", rows)
 
 
-def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table("", "", title=title, show_header=False)
+def _print_facts(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    table = Table("", "", show_header=False)
     for label, text in rows:
         table.add_row(label, text)
-    return table
+    _print_table(console, title, table)
+
+
+def _print_table(console: Console, title: str, table: Table) -> None:
+    # A table's own title would be wrapped at the table's width.
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)

@@ -3,6 +3,6 @@
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget
 from offload.memory.pool import Slot, SlotPool
-from offload.memory.storages import storage_over, view_as
+from offload.memory.storages import memory_of, storage_over, view_as
 
-__all__ = ["Arena", "Budget", "Slot", "SlotPool", "storage_over", "view_as"]
+__all__ = ["Arena", "Budget", "Slot", "SlotPool", "memory_of", "storage_over", "view_as"]

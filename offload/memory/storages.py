@@ -8,14 +8,13 @@ alive, whoever made it. When the storage dies, `on_death` runs and the slot may 
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 
-def storage_over(
-    memory: memoryview, *, on_death: Callable[[], None] | None = None
-) -> torch.Tensor:
+def storage_over(memory: memoryview, *, on_death: Callable[[], None] | None = None) -> torch.Tensor:
     """Returns a uint8 tensor `(len(memory),)` over `memory`, in a storage of its own.
 
     Ownership: The tensor keeps the memory's mapping alive. `on_death` is called once, in the
@@ -30,6 +29,12 @@ def storage_over(
         finalizer = weakref.finalize(owner, on_death)
         finalizer.atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous 1-D CPU tensor, without a copy."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def view_as(

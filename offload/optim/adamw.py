@@ -64,7 +64,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self._engine = engine
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters of a wrapped model with options of their own."""
@@ -124,6 +124,7 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuses, as `state_dict` does."""
+        del state_dict
         raise StoreError(
             "cannot load a `state_dict` into an optimizer whose state lives in the session's "
             "store; open the session on the store of the run to resume"

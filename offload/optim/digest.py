@@ -8,7 +8,7 @@ fp32 bytes (zeros where there are none yet). At the end the number of completed 
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ def state_digest(
         pieces = list(_pieces(layout.subgroups[shard.name], placed))
         for subgroup, start, stop in pieces:
             for part in reader.parameters(subgroup, start, stop):
-                digest.update(part)
+                _update(digest, part)
         if not shard.is_trainable:
             continue
         digest.update(struct.pack("<Q", steps.get(name, 0)))
@@ -59,14 +59,18 @@ def state_digest(
             for part in _master(
                 reader, record_of[subgroup.name], subgroup, start, stop, shard.dtype
             ):
-                digest.update(part)
+                _update(digest, part)
         for section in ("exp_avg", "exp_avg_sq"):
             digest.update(section.encode() + b"\0")
             for subgroup, start, stop in pieces:
                 for part in _fp32(reader, record_of[subgroup.name], subgroup, section, start, stop):
-                    digest.update(part)
+                    _update(digest, part)
     digest.update(struct.pack("<Q", completed_steps))
     return digest.hexdigest()
+
+
+def _update(digest: Any, part: Bytes) -> None:
+    digest.update(part)
 
 
 def _header(placed: PlacedParameter) -> bytes:

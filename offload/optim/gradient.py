@@ -78,9 +78,9 @@ class StreamedGradient(torch.Tensor):
     accumulator: Accumulator
 
     @staticmethod
-    def __new__(cls, accumulator: Accumulator) -> "StreamedGradient":
+    def __new__(cls: type["StreamedGradient"], accumulator: Accumulator) -> "StreamedGradient":
         memory = accumulator.memory
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
         )
 
@@ -94,7 +94,8 @@ class StreamedGradient(torch.Tensor):
         return self.accumulator.read().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.accumulator.read().clone().__reduce_ex__(protocol)
+        copy: Any = self.accumulator.read().clone()
+        return copy.__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the gradient's values as an array over the accumulator's memory."""

@@ -23,8 +23,10 @@ class GradientNorm(torch.Tensor):
     value: torch.Tensor
 
     @staticmethod
-    def __new__(cls, sums: dict[str, float], value: torch.Tensor) -> "GradientNorm":
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+    def __new__(
+        cls: type["GradientNorm"], sums: dict[str, float], value: torch.Tensor
+    ) -> "GradientNorm":
+        return torch.Tensor._make_wrapper_subclass(
             cls, value.shape, dtype=value.dtype, device=value.device
         )
 

@@ -1,5 +1,6 @@
 """The update phase: read a record, one fused pass, write it back, many records in flight."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from offload.errors import OffloadError
 from offload.layout import ModelLayout, Record, Subgroup
 from offload.memory import storage_over
 from offload.optim.kernels import AdamWOperands, AdamWRange, AdamWScalars, Kernels
@@ -291,10 +293,8 @@ class UpdatePipeline:
         """Waits for what is in flight, whatever it gives, and frees the buffers."""
         for current in (c for queue in queues for c in queue):
             for ticket in current.tickets:
-                try:
+                with contextlib.suppress(OffloadError):  # the first error is on its way
                     ticket.wait()
-                except Exception:  # noqa: BLE001 - the first error is already on its way
-                    continue
             if current.buffer is not None:
                 self._window.release(current.buffer)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from aiofiles.os import wrap
 
+from offload.errors import StorageError
 from offload.storage.backend import EngineStats, Request
 from offload.storage.transfer import Completion, Operation, Transfer
 
@@ -45,12 +46,14 @@ class AiofilesBackend:
         }
 
     def open(self) -> None:
-        """Starts the thread and its loop."""
+        """Starts the loop's thread and all threads for calls."""
         self._stats = EngineStats()
+        pool = ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles")
+        _start_threads(pool, self._queue_depth)
         is_running = threading.Event()
         # A daemon, or a program that forgets to close would not end.
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(is_running)),
+            target=lambda: asyncio.run(self._serve(pool, is_running)),
             name="offload-aiofiles",
             daemon=True,
         )
@@ -74,12 +77,12 @@ class AiofilesBackend:
             self._thread.join()
             self._thread = None
 
-    async def _serve(self, is_running: threading.Event) -> None:
+    async def _serve(self, pool: ThreadPoolExecutor, is_running: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue = asyncio.PriorityQueue()
         self._closing = asyncio.Event()
         self._sequence = itertools.count()
-        with ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles") as pool:
+        with pool:
             workers = [self._loop.create_task(self._work(pool)) for _ in range(self._queue_depth)]
             is_running.set()
             await self._closing.wait()
@@ -204,3 +207,19 @@ class _AiofilesRequest:
 
     def completion(self) -> Completion:
         return self._completion
+
+
+def _start_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
+    """Makes the pool start all its threads, which it else does at its own time."""
+    barrier = threading.Barrier(num_threads)
+    try:
+        for started in [pool.submit(barrier.wait) for _ in range(num_threads)]:
+            started.result()
+    except RuntimeError as error:
+        barrier.abort()
+        pool.shutdown()
+        raise StorageError(
+            f"cannot open I/O backend `aiofiles`: expected {num_threads} threads, found no more "
+            "allowed; raise the limit on threads or lower the engine's `queue_depth`",
+            errno=errno.EAGAIN,
+        ) from error

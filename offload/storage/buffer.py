@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer as BufferProtocol
 
-Buffer: TypeAlias = "BufferProtocol | torch.Tensor"
+Buffer: TypeAlias = "BufferProtocol | np.ndarray[Any, Any] | torch.Tensor"
 """Anything with the buffer protocol, or a torch tensor on the CPU; contiguous, of any length."""
 
 

@@ -70,6 +70,10 @@ class Commits:
     def commit_bytes(self) -> int:
         return self._commit_bytes
 
+    def is_superseded(self) -> bool:
+        """Returns whether another process has committed since the store was opened."""
+        return max(self._manifests.sequences(), default=0) > self._highest
+
     def start_empty(self, created_in: tuple[Path, ...]) -> None:
         """Says that files were created in these directories and nothing is committed yet."""
         self._unsynced_directories = created_in

@@ -5,7 +5,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from offload.errors import ConfigError, CorruptStateError, OffloadError, StorageError
+from offload.errors import (
+    ConfigError,
+    CorruptStateError,
+    OffloadError,
+    StorageError,
+    StoreError,
+)
 from offload.sizes import format_size, round_up
 from offload.storage.data_file import DataFile
 from offload.storage.engine import Engine, Priority, Ticket
@@ -38,6 +44,7 @@ class RecordTransfers:
         alignment: int,
         capacity_bytes: int | None,
         describe: Callable[[str], str] | None,
+        is_superseded: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._data = data
@@ -46,6 +53,7 @@ class RecordTransfers:
         self._alignment = alignment
         self._capacity_bytes = capacity_bytes
         self._describe = describe
+        self._is_superseded = is_superseded
         self._grow_lock = threading.Lock()
         self._lock = threading.Lock()  # over what follows
         self._in_flight: set[StoreTicket] = set()
@@ -197,13 +205,19 @@ class RecordTransfers:
 
     def _difference(
         self, record: str, version: Version, move: Move, data: memoryview
-    ) -> CorruptStateError | None:
+    ) -> OffloadError | None:
         used = data[move.start : move.start + move.bytes_in_use]
         found = block_checksums(used, self._block_bytes)
         expected = version.checksums[move.first_block : move.first_block + len(found)]
         index = first_difference(found, expected)
         if index is None:
             return None
+        if self._is_superseded():
+            return StoreError(
+                f"cannot read record {self._name(record)}: expected the commit that was opened, "
+                f"found that the owner of `{self._data.path.parent}` has committed since and "
+                "reused blocks; open the store again, or wait until its run has ended"
+            )
         return CorruptStateError(
             f"record {self._name(record)} is damaged: block {move.first_block + index} at offset "
             f"{move.offset + index * self._block_bytes} of file `{self._data.path}`: expected "

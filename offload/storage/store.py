@@ -253,7 +253,8 @@ class BlockStore:
             priority: Among the engine's transfers.
 
         Raises:
-            StoreError: There is no such record.
+            StoreError: There is no such record. From `wait`, of a read-only store: its owner has
+                committed since and reused blocks.
 
         Ownership: `into` belongs to the store until `wait` has returned.
         """
@@ -336,6 +337,13 @@ class BlockStore:
         data.open(create=create, read_only=read_only)
         self.alignment = max(_LEAST_ALIGNMENT, data.file.alignment)
         versions = VersionTable(block_bytes=self.block_bytes, num_blocks=data.num_blocks())
+        commits = Commits(
+            self.root,
+            engine=self._engine,
+            data=data,
+            versions=versions,
+            block_bytes=self.block_bytes,
+        )
         self._parts = _Parts(
             data=data,
             versions=versions,
@@ -347,14 +355,9 @@ class BlockStore:
                 alignment=self.alignment,
                 capacity_bytes=self._capacity_bytes,
                 describe=self._describe,
+                is_superseded=lambda: read_only and commits.is_superseded(),
             ),
-            commits=Commits(
-                self.root,
-                engine=self._engine,
-                data=data,
-                versions=versions,
-                block_bytes=self.block_bytes,
-            ),
+            commits=commits,
         )
         if self.block_bytes % self.alignment:
             raise StoreError(

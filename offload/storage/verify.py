@@ -43,7 +43,11 @@ class VerifyReport:
 
 
 def verify(store: BlockStore) -> VerifyReport:
-    """Reads every block of every current record of an open store; best one opened read-only."""
+    """Reads every block of every current record of an open store; best one opened read-only.
+
+    Raises:
+        StoreError: Its owner has committed meanwhile and reused blocks: nothing can be said.
+    """
     records = store.records()
     return VerifyReport(
         num_records=len(records),

@@ -6,16 +6,16 @@ on access. Values and random state are those of a plain build, whatever the init
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, ValuesView
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from offload.errors import BudgetError
+from offload.memory import Arena, storage_over
 from offload.sizes import MIB, format_size, round_up
 from offload.storage.store import BlockStore
-from offload.memory import Arena, storage_over
 from offload.streaming.unit import placeholder_of
 
 CHUNK_BYTES = 4 * MIB
@@ -81,8 +81,8 @@ class BuildingParameters(dict[str, nn.Parameter | None]):
     def items(self) -> Any:
         return ((name, self[name]) for name in list(self))
 
-    def values(self) -> ValuesView[nn.Parameter | None]:
-        return (self[name] for name in list(self))  # type: ignore[return-value]
+    def values(self) -> Any:
+        return (self[name] for name in list(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
@@ -121,7 +121,7 @@ class Building:
             module.__dict__["_parameters"] = BuildingParameters(self.touch)
             self._modules.append(module)
 
-        nn.Module.__init__ = init  # type: ignore[method-assign]
+        nn.Module.__init__ = init  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ from torch import nn
 from offload.errors import ConfigError, StoreError
 from offload.layout import DTYPES, ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
-from offload.memory import storage_over, view_as
+from offload.memory import storage_over
 from offload.optim.gradient import Accumulator, StreamedGradient, SumsOfSquares
 from offload.sizes import round_up
 
@@ -84,7 +84,9 @@ class Gradients:
                 )
             parameter.grad_dtype = dtype
         parameter.grad = None
-        handle = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
+        handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._on_accumulated
+        )
         self._handles.append(handle)
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
@@ -104,5 +106,3 @@ class Gradients:
             )
         accumulator.start(gradient)
         parameter.grad = StreamedGradient(accumulator)
-
-

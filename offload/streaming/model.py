@@ -60,9 +60,7 @@ class StreamedModel:
         self.residency.trace.predict("train")
         self.residency.prefetch()
 
-    def run(
-        self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
         """Runs a module's call with `units` held and the saved-tensor hooks on top."""
         in_backward = is_in_backward()
         is_outermost = self._depth == 0 and not in_backward

@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.layout import Unit
-from offload.memory import SlotPool, storage_over
+from offload.memory import SlotPool, memory_of, storage_over
 from offload.sizes import format_size
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import CopyState, StreamedUnit, Transfer
@@ -175,7 +175,7 @@ class Residency:
         edited = [b for b in unit.bindings if b.is_edited(unit.base)]
         if not edited:
             return
-        self._tier.write(unit.layout, memoryview(unit.base.numpy()))
+        self._tier.write(unit.layout, memory_of(unit.base))
         for binding in edited:
             binding.seen_version = binding.parameter._version
         self._on_edit(unit, [binding.name for binding in edited])
@@ -185,7 +185,7 @@ class Residency:
         unit.base = base
         unit.was_used = False
         unit.transfers = self._tier.start_read(
-            unit.layout, memoryview(base.numpy()), is_prefetch=is_prefetch
+            unit.layout, memory_of(base), is_prefetch=is_prefetch
         )
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
@@ -261,4 +261,3 @@ class Residency:
             "kept by tensors that still point into them (views of parameters that were kept); "
             "drop those, or raise `tiers.host.memory`"
         )
-

@@ -80,13 +80,13 @@ class SavedTensorHooks:
         return packed
 
     def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
-        offset_bytes = tensor.storage_offset() * tensor.element_size()
+        offset = int(tensor.storage_offset())
         return SavedParameter(
             unit=unit,
-            binding=unit.binding_at(offset_bytes),
+            binding=unit.binding_at(offset * tensor.element_size()),
             version=tensor._version,
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=offset,
             shape=tensor.shape,
             stride=tensor.stride(),
         )
@@ -109,9 +109,7 @@ class _Pack:
 
     __slots__ = ("below", "owner")
 
-    def __init__(
-        self, owner: SavedTensorHooks, below: tuple[PackHook, UnpackHook] | None
-    ) -> None:
+    def __init__(self, owner: SavedTensorHooks, below: tuple[PackHook, UnpackHook] | None) -> None:
         self.owner = owner
         self.below = below
 

@@ -41,19 +41,21 @@ class Streamed:
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             # A leaf inside a compiled unit is transparent; a unit in a larger graph breaks it.
-            return _call_eagerly(self, args, kwargs) if attachment.is_unit else call(*args, **kwargs)
+            return (
+                _call_eagerly(self, args, kwargs) if attachment.is_unit else call(*args, **kwargs)
+            )
         return attachment.run(call, args, kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         attachment = _attachments.get(self)  # type: ignore[call-overload]
         if attachment is not None:
-            attachment.fill_state_dict(self, destination, prefix)  # type: ignore[arg-type]
+            attachment.fill_state_dict(self, destination, prefix)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         attachment = _attachments.get(self)  # type: ignore[call-overload]
         if attachment is not None:
-            attachment.before_load(self)  # type: ignore[arg-type]
+            attachment.before_load(self)
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -80,7 +82,7 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls.__mro__[2] if issubclass(cls, Streamed) else cls
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return module(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Protocol
 
@@ -94,7 +95,7 @@ class StreamedUnit:
         was_used: Whether the unit was accessed since it was fetched.
     """
 
-    def __init__(self, layout: Unit, index: int, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, layout: Unit, index: int, parameters: Mapping[str, nn.Parameter]) -> None:
         self.layout = layout
         self.index = index
         self.bindings = [
@@ -134,5 +135,3 @@ def placeholder_of(parameter: torch.Tensor) -> torch.Tensor:
     fill = float("nan") if parameter.is_floating_point() else 0
     single = torch.full((1,), fill, dtype=parameter.dtype, device=parameter.device)
     return single.expand(parameter.shape) if parameter.dim() else single.view(())
-
-

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StoreError
+from offload.errors import StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
-from offload.memory import Arena, Budget, SlotPool, storage_over
+from offload.memory import memory_of
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
@@ -27,9 +27,11 @@ from offload.optim.window import Window
 from offload.plan.host import HostPlan, Placement, plan_host
 from offload.policy import Order
 from offload.storage.store import BlockStore
+from offload.streaming.adoption import Adoption
 from offload.streaming.building import Building
 from offload.streaming.discovery import DiscoveredModel, discover_units
 from offload.streaming.gradients import Gradients
+from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
 from offload.streaming.tier import StoredUnits
@@ -97,7 +99,6 @@ class WrappedModel:
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
-        self._slots: SlotPool | None = None
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
@@ -118,15 +119,9 @@ class WrappedModel:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._take_memory()
-        for index, unit in enumerate(self.layout.units):
-            self._adopt(index, unit.name)
-        if self._building is not None:
-            self._building.finish()
+        self._adopt()
         if self.options.parameters == "storage":
             self._attach(discovered)
-        if self._state.records is not None and not self._is_resumed:
-            # A resident fp32 master starts as its parameter, as an edited one does.
-            self._state.edited.update(p.name for p in self._trainable() if self._has_master(p.dtype))
         self._note_versions()
 
     def close(self) -> None:
@@ -183,7 +178,7 @@ class WrappedModel:
 
     @property
     def host_peak_bytes(self) -> int:
-        return self._budget.peak_bytes
+        return self._memory.budget.peak_bytes
 
     @property
     def residency(self) -> Residency | None:
@@ -213,7 +208,7 @@ class WrappedModel:
         self._settle_edits()
         reader = StateParts(
             store=self._store,
-            scratch=self._scratch,
+            scratch=self._memory.scratch,
             parameters=self._state.parameters,
             records=self._state.records,
         )
@@ -249,164 +244,70 @@ class WrappedModel:
         )
 
     def _take_memory(self) -> None:
-        """Cuts the arena as the plan says. Slots and record buffers are leased when in use."""
-        plan, on_host = self.plan, self.options.parameters == "host"
-        self._budget = Budget(min(plan.budget_bytes, plan.planned_bytes), tier="host")
-        arena = Arena(plan.planned_bytes)
-        arena.open()
-        gradients = arena.take(plan.gradient_bytes)
-        self._resident_parameters = arena.take(plan.resident_parameter_bytes)
-        resident_state = arena.take(plan.resident_state_bytes)
-        slots = arena.take(plan.slot_bytes * plan.num_slots)
-        window = arena.take(plan.buffer_bytes * plan.num_buffers)
-        self._budget.lease(plan.gradient_bytes, "gradients")
-        self._budget.lease(plan.resident_parameter_bytes, "parameters")
-        self._budget.lease(plan.resident_state_bytes, "optimizer state")
-        self._slots = self._pool(slots, plan.slot_bytes, "unit slots")
-        buffers = self._pool(window, plan.buffer_bytes, "record buffers")
-        self._scratch = max(slots, window, key=len)
-        if self.options.is_training:
+        options = self.options
+        self._memory = memory = HostMemory(self.plan)
+        if options.is_training:
             self._gradients = Gradients(
                 self.layout,
                 self._parameters,
-                region=gradients,
-                dtype=self.options.gradient_dtype,
+                region=memory.gradients,
+                dtype=options.gradient_dtype,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
             )
+        has_records = options.is_training and options.optimizer == "host"
+        on_host = options.parameters == "host"
         self._state = ModelState(
             layout=self.layout,
             store=self._store,
-            parameters=self._flat_parameters() if on_host else None,
-            records=self._records(resident_state) if self.options.optimizer == "host" else None,
+            parameters=memory.flat_parameters(self.layout) if on_host else None,
+            records=memory.records(self.layout) if has_records else None,
             gradients=self._gradients.flat if self._gradients else {},
         )
-        self._window = Window(
-            buffers,
+        window = Window(
+            memory.buffers,
             self.layout,
-            holds_state=self.options.optimizer == "storage",
+            holds_state=not has_records,
             holds_parameters=not on_host,
         )
-        self._pipeline = UpdatePipeline(self._state, self._window, self._kernels)
+        self._pipeline = UpdatePipeline(self._state, window, self._kernels)
 
-    def _pool(self, region: memoryview, slot_bytes: int, purpose: str) -> SlotPool | None:
-        if not slot_bytes or not len(region):
-            return None
-        return SlotPool(region, slot_bytes=slot_bytes, budget=self._budget, purpose=purpose)
-
-    def _flat_parameters(self) -> dict[str, torch.Tensor]:
-        flat: dict[str, torch.Tensor] = {}
-        offset = 0
-        for shard in self.layout.shards.values():
-            memory = self._resident_parameters[offset : offset + shard.padded_bytes]
-            flat[shard.name] = storage_over(memory).view(getattr(torch, shard.dtype))
-            offset += shard.padded_bytes
-        return flat
-
-    def _records(self, region: memoryview) -> dict[str, torch.Tensor] | None:
-        """Returns the resident records, zero or as the store has them."""
-        if not self.options.is_training:
-            return None
-        records: dict[str, torch.Tensor] = {}
-        offset = 0
-        for record in self.layout.records:
-            memory = region[offset : offset + record.padded_bytes]
-            offset += record.padded_bytes
-            records[record.name] = storage_over(memory)
-            if self._is_resumed and self._store is not None and state_key(record) in self._store:
-                self._store.read(state_key(record), memory).wait()
-        return records
-
-    def _adopt(self, index: int, name: str) -> None:
-        """Moves one unit's parameters from the module, or the resumed store, to their tier."""
-        unit = self.layout.units[index]
+    def _adopt(self) -> None:
+        adoption = Adoption(
+            self._state,
+            self._parameters,
+            building=self._building,
+            is_resumed=self._is_resumed,
+        )
+        adoption.read_records()
         if self.options.parameters == "host":
-            self._adopt_resident(index)
-            return
-        if self._is_resumed:
-            for placed in unit.parameters():
-                self._forget_built(self._parameters[placed.facts.name])
-            return
-        if unit.num_bytes == 0:
-            return
-        assert self._slots is not None and self._store is not None
-        slot = self._slots.try_lease()
-        if slot is None:
-            raise StoreError(f"cannot adopt unit `{name}`: no slot is free")
-        base = storage_over(slot.memory[: unit.num_bytes])
-        base.zero_()
-        streamed = StreamedUnit(unit, index, self._parameters)
-        for binding in streamed.bindings:
-            self._copy_built(binding.parameter, base, binding.offset_bytes)
-        StoredUnits(self.layout, self._store).write(unit, slot.memory[: unit.num_bytes])
-        for binding in streamed.bindings:
-            binding.detach()
-            self._forget_built(binding.parameter)
-        del base
-        self._slots.release(slot)
-
-    def _adopt_resident(self, index: int) -> None:
-        assert self._state.parameters is not None
-        for shard in self.layout.units[index].shards:
-            flat = self._state.parameters[shard.name]
-            if self._is_resumed:
-                self._read_shard(shard.name)
-            for placed in shard.parameters:
-                parameter = self._parameters[placed.facts.name]
-                view = flat[placed.start : placed.stop].view(placed.facts.shape)
-                if not self._is_resumed:
-                    self._touch_built(parameter)
-                    view.copy_(parameter.data)
-                self._forget_built(parameter)
-                parameter.data = view
-            if not self._is_resumed:
-                subgroups = self.layout.subgroups[shard.name]
-                self._state.dirty.update(parameter_key(s) for s in subgroups)
-
-    def _read_shard(self, name: str) -> None:
-        assert self._store is not None and self._state.parameters is not None
-        memory = memoryview(self._state.parameters[name].view(torch.uint8).numpy())
-        for subgroup in self.layout.subgroups[name]:
-            start = subgroup.offset_bytes
-            into = memory[start : start + subgroup.padded_parameter_bytes]
-            self._store.read(parameter_key(subgroup), into).wait()
+            adoption.make_resident()
+        elif self._memory.slots is not None:
+            adoption.make_stored(self._memory.slots)
+        if self._building is not None:
+            self._building.finish()
+        if self._state.records is not None and not self._is_resumed:
+            # A resident fp32 master starts as its parameter, as an edited one does.
+            self._state.edited.update(
+                p.name for p in self._trainable() if self._has_master(p.dtype)
+            )
 
     def _attach(self, discovered: DiscoveredModel) -> None:
-        assert self._store is not None and self._slots is not None
+        assert self._store is not None
+        if self._memory.slots is None:  # a model without parameters
+            return
         units = [
             StreamedUnit(unit, index, self._parameters)
             for index, unit in enumerate(self.layout.units)
         ]
-        for unit in units:
-            for binding in unit.bindings:
-                binding.detach()
         self._residency = Residency(
             units,
-            pool=self._slots,
+            pool=self._memory.slots,
             tier=StoredUnits(self.layout, self._store),
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
-
-    def _touch_built(self, parameter: nn.Parameter) -> None:
-        if self._building is not None:
-            self._building.touch(parameter)
-
-    def _forget_built(self, parameter: nn.Parameter) -> None:
-        if self._building is not None:
-            self._building.forget(parameter)
-
-    def _copy_built(self, parameter: nn.Parameter, base: torch.Tensor, offset_bytes: int) -> None:
-        self._touch_built(parameter)
-        if parameter.is_meta:
-            raise ConfigError(
-                "cannot wrap a parameter on the `meta` device: expected values, found none; "
-                "build the model on the CPU, inside `session.building()` if it is large"
-            )
-        num_bytes = parameter.numel() * parameter.element_size()
-        target = base[offset_bytes : offset_bytes + num_bytes].view(parameter.dtype)
-        target.view(parameter.shape).copy_(parameter.data)
 
     def _trainable(self) -> list[ParameterFacts]:
         return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
@@ -479,14 +380,14 @@ class WrappedModel:
         if state.records is not None:
             for record in self.layout.records:
                 if state_key(record) in dirty:
-                    memory = memoryview(state.records[record.name].numpy())
+                    memory = memory_of(state.records[record.name])
                     ticket = self._store.write(
                         state_key(record), memory, num_bytes=record.num_bytes
                     )
                     tickets.append(ticket)
         if state.parameters is not None:
             for name, subgroups in self.layout.subgroups.items():
-                memory = memoryview(state.parameters[name].view(torch.uint8).numpy())
+                memory = memory_of(state.parameters[name])
                 for s in subgroups:
                     if parameter_key(s) in dirty:
                         part = memory[s.offset_bytes : s.offset_bytes + s.padded_parameter_bytes]
@@ -504,4 +405,3 @@ class WrappedModel:
                 f"cannot {action}: an update failed ({self._failure}) and left the state between "
                 "two steps; close the session and resume from the last commit"
             ) from self._failure
-

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -543,35 +544,31 @@ def _assert_dies(reference: "weakref.ref[np.ndarray]") -> None:
 
 
 def _resources() -> dict[str, int]:
-    with open("/proc/self/statm") as statm:
-        num_pages = int(statm.read().split()[1])
+    process = Path("/proc/self")
+    num_pages = int((process / "statm").read_text().split()[1])
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": len(list((process / "task").iterdir())),
         "rss_bytes": num_pages * os.sysconf("SC_PAGE_SIZE"),
     }
 
 
-class _mounted_tmpfs:
-    """A tmpfs of its own size; skips the test where mounting is not allowed."""
-
-    def __init__(self, directory: Path, *, num_bytes: int) -> None:
-        self._directory = directory
-        self._num_bytes = num_bytes
-
-    def __enter__(self) -> Path:
-        self._directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={self._num_bytes}", "tmpfs"]
-        if os.geteuid() != 0 or not _succeeds([*command, str(self._directory)]):
-            pytest.skip("mounting a tmpfs is not allowed here")
-        return self._directory
-
-    def __exit__(self, *_: object) -> None:
-        assert _succeeds(["umount", str(self._directory)])
+@contextmanager
+def _mounted_tmpfs(directory: Path, *, num_bytes: int) -> Iterator[Path]:
+    """Mounts a file system of that size; skips the test where mounting is not allowed."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or not _succeeds(command):
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield directory
+    finally:
+        assert _succeeds(["umount", str(directory)])
 
 
 def _succeeds(command: list[str]) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        # The commands are constants of this file.
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
     except FileNotFoundError:
         return False

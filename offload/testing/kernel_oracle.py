@@ -96,13 +96,13 @@ def sum_of_squares(gradient: FloatArray, factors: Sequence[float] = ()) -> float
         values = _scaled(gradient, factors).astype(np.float64)
         total = np.float64(0)
         for start in range(0, len(values), 4096):
-            lanes = [np.float64(0)] * 16
+            lanes = np.zeros(16)
             block = values[start : start + 4096]
             for row in range(0, len(block), 16):
-                for lane, value in enumerate(block[row : row + 16]):
-                    lanes[lane] = lanes[lane] + value * value
+                squares = block[row : row + 16] * block[row : row + 16]
+                lanes[: len(squares)] = lanes[: len(squares)] + squares
             for half in (8, 4, 2, 1):
-                lanes = [lanes[j] + lanes[j + half] for j in range(half)]
+                lanes = lanes[:half] + lanes[half:]
             total = total + lanes[0]
     return float(total)
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_aio_faults.c - what the queue does with bad results, and in which order it works. */
+/* test_aio_faults.c - what the queue does with bad results, and in which order it works.
+ */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <semaphore.h>
@@ -10,8 +11,8 @@
 #include "queue.h"
 
 #define BLOCK_BYTES 4096
-#define FILE_BYTES (8 * BLOCK_BYTES)
-#define GATE_FD 7
+#define FILE_BYTES  (8 * BLOCK_BYTES)
+#define GATE_FD	    7
 
 /* A file in memory, whose transfers go wrong as the test says. */
 static char file[FILE_BYTES];
@@ -43,7 +44,7 @@ static struct ofl_aio *open_queue(uint32_t queue_depth,
 				  ssize_t (*transfer)(const struct ofl_aio_rest *rest))
 {
 	static struct ofl_aio_backend_ops ops;
-	const struct ofl_aio_options options = { "test", queue_depth, BLOCK_BYTES };
+	const struct ofl_aio_options options = {"test", queue_depth, BLOCK_BYTES};
 	struct ofl_aio *queue = NULL;
 
 	ops = ofl_aio_backend_threads;
@@ -54,7 +55,8 @@ static struct ofl_aio *open_queue(uint32_t queue_depth,
 	return queue;
 }
 
-static struct ofl_aio_request *submit(struct ofl_aio *queue, struct ofl_aio_transfer transfer)
+static struct ofl_aio_request *submit(struct ofl_aio *queue,
+				      struct ofl_aio_transfer transfer)
 {
 	struct ofl_aio_request *request = NULL;
 
@@ -272,7 +274,7 @@ static void test_waiting_for_one_does_not_wait_for_another(void)
 
 static void test_urgent_transfers_start_first(void)
 {
-	const uint64_t expected[] = { 0, 1, 2, 3, 4, 5, 6 };
+	const uint64_t expected[] = {0, 1, 2, 3, 4, 5, 6};
 	struct ofl_aio *queue = open_queue(1, gated_transfer);
 	struct ofl_aio_request *requests[7];
 

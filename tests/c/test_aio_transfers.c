@@ -19,7 +19,7 @@ static const char *backend;
 
 static struct ofl_aio *open_queue(void)
 {
-	const struct ofl_aio_options options = { backend, QUEUE_DEPTH, BLOCK_BYTES };
+	const struct ofl_aio_options options = {backend, QUEUE_DEPTH, BLOCK_BYTES};
 	struct ofl_aio *queue = NULL;
 
 	CHECK_EQUAL(ofl_aio_open(&options, &queue), 0);
@@ -43,7 +43,8 @@ static struct ofl_aio_request *submit(struct ofl_aio *queue, int operation, int 
 	const struct ofl_aio_transfer transfer = {
 		.fd = fd,
 		.operation = operation,
-		.priority = operation == OFL_AIO_READ ? OFL_AIO_NEEDED : OFL_AIO_WRITE_BACK,
+		.priority =
+			operation == OFL_AIO_READ ? OFL_AIO_NEEDED : OFL_AIO_WRITE_BACK,
 		.alignment = 1,
 		.buf = buf,
 		.len = len,
@@ -81,8 +82,8 @@ static void fill(unsigned char *bytes, size_t len, unsigned int seed)
 static void test_what_was_written_is_read_back(void)
 {
 	/* 0 and 1; around the block; several blocks and a tail; more than the depth */
-	const size_t lengths[] = { 0, 1, 4095, 4096, 4097, 12289, 65536, 1000003 };
-	const uint64_t offsets[] = { 0, 1, 511, 4096, 5000000001 };
+	const size_t lengths[] = {0, 1, 4095, 4096, 4097, 12289, 65536, 1000003};
+	const uint64_t offsets[] = {0, 1, 511, 4096, 5000000001};
 	static unsigned char written[1000003], found[1000003];
 	struct ofl_aio *queue = open_queue();
 	int fd = open_temporary(0);
@@ -113,7 +114,7 @@ static void test_a_direct_file_round_trips(void)
 	unsigned char *buf;
 	struct ofl_aio *queue = open_queue();
 	int fd = open_temporary(O_DIRECT);
-	struct ofl_aio_transfer transfer = { fd, OFL_AIO_WRITE, 0, 4096, NULL, len, 4096 };
+	struct ofl_aio_transfer transfer = {fd, OFL_AIO_WRITE, 0, 4096, NULL, len, 4096};
 	struct ofl_aio_request *request;
 	struct ofl_aio_result result;
 
@@ -169,7 +170,8 @@ static void test_errors_of_the_system_arrive(void)
 
 	close(fd);
 	CHECK_EQUAL(move(queue, OFL_AIO_READ, fd, bytes, 1, 0).error, -EBADF);
-	CHECK_EQUAL(move(queue, OFL_AIO_WRITE, -1, bytes, sizeof(bytes), 0).error, -EBADF);
+	CHECK_EQUAL(move(queue, OFL_AIO_WRITE, -1, bytes, sizeof(bytes), 0).error,
+		    -EBADF);
 	/* libaio refuses files that have no write_iter(), as this device */
 	if (full >= 0 && !strcmp(backend, "threads")) {
 		result = move(queue, OFL_AIO_WRITE, full, bytes, sizeof(bytes), 0);
@@ -206,27 +208,27 @@ static void test_a_full_file_tells_how_far_it_got(void)
 static void test_wrong_arguments_are_refused(void)
 {
 	static _Alignas(512) char bytes[1024];
-	struct ofl_aio_options options = { "unknown", 1, 1 };
-	struct ofl_aio_transfer good = { 0, OFL_AIO_READ, 0, 512, bytes, 512, 512 };
+	struct ofl_aio_options options = {"unknown", 1, 1};
+	struct ofl_aio_transfer good = {0, OFL_AIO_READ, 0, 512, bytes, 512, 512};
 	struct ofl_aio_transfer bad;
 	struct ofl_aio_request *request = NULL;
 	struct ofl_aio *queue = NULL;
 
 	CHECK_EQUAL(ofl_aio_open(&options, &queue), -EINVAL);
-	options = (struct ofl_aio_options){ backend, 0, 4096 };
+	options = (struct ofl_aio_options){backend, 0, 4096};
 	CHECK_EQUAL(ofl_aio_open(&options, &queue), -EINVAL);
-	options = (struct ofl_aio_options){ backend, OFL_AIO_MAX_QUEUE_DEPTH + 1, 4096 };
+	options = (struct ofl_aio_options){backend, OFL_AIO_MAX_QUEUE_DEPTH + 1, 4096};
 	CHECK_EQUAL(ofl_aio_open(&options, &queue), -EINVAL);
-	options = (struct ofl_aio_options){ backend, 1, 0 };
+	options = (struct ofl_aio_options){backend, 1, 0};
 	CHECK_EQUAL(ofl_aio_open(&options, &queue), -EINVAL);
 	CHECK(queue == NULL);
 
 	queue = open_queue();
-#define CHECK_REFUSED(field, value, error)                                      \
-	do {                                                                    \
-		bad = good;                                                     \
-		bad.field = (value);                                            \
-		CHECK_EQUAL(ofl_aio_submit(queue, &bad, &request), (error));    \
+#define CHECK_REFUSED(field, value, error)                                   \
+	do {                                                                 \
+		bad = good;                                                  \
+		bad.field = (value);                                         \
+		CHECK_EQUAL(ofl_aio_submit(queue, &bad, &request), (error)); \
 	} while (0)
 	CHECK_REFUSED(operation, 2, -EINVAL);
 	CHECK_REFUSED(priority, -1, -EINVAL);
@@ -281,7 +283,7 @@ struct mixer {
 	unsigned int number;
 };
 
-#define NUM_MIXERS 100
+#define NUM_MIXERS  100
 #define MIXER_BYTES 10001
 
 static void *run_mixer(void *argument)
@@ -293,9 +295,13 @@ static void *run_mixer(void *argument)
 	for (unsigned int round = 0; round < 5; round++) {
 		fill(written, MIXER_BYTES, mixer->number * 16 + round);
 		CHECK_EQUAL(move(mixer->queue, OFL_AIO_WRITE, mixer->fd, written,
-				 MIXER_BYTES, offset).error, 0);
+				 MIXER_BYTES, offset)
+				    .error,
+			    0);
 		CHECK_EQUAL(move(mixer->queue, OFL_AIO_READ, mixer->fd, found,
-				 MIXER_BYTES, offset).error, 0);
+				 MIXER_BYTES, offset)
+				    .error,
+			    0);
 		CHECK(!memcmp(written, found, MIXER_BYTES));
 	}
 	return NULL;
@@ -309,8 +315,10 @@ static void test_many_threads_mix_reads_and_writes(void)
 	int fd = open_temporary(0);
 
 	for (unsigned int i = 0; i < NUM_MIXERS; i++) {
-		mixers[i] = (struct mixer){ .queue = queue, .fd = fd, .number = i };
-		CHECK_EQUAL(pthread_create(&mixers[i].thread, NULL, run_mixer, &mixers[i]), 0);
+		mixers[i] = (struct mixer){.queue = queue, .fd = fd, .number = i};
+		CHECK_EQUAL(
+			pthread_create(&mixers[i].thread, NULL, run_mixer, &mixers[i]),
+			0);
 	}
 	for (unsigned int i = 0; i < NUM_MIXERS; i++)
 		CHECK_EQUAL(pthread_join(mixers[i].thread, NULL), 0);
@@ -338,7 +346,7 @@ static void run_all(void)
 
 static bool is_supported(void)
 {
-	const struct ofl_aio_options options = { backend, QUEUE_DEPTH, BLOCK_BYTES };
+	const struct ofl_aio_options options = {backend, QUEUE_DEPTH, BLOCK_BYTES};
 	struct ofl_aio *queue;
 	int error = ofl_aio_open(&options, &queue);
 

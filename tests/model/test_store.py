@@ -39,6 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.create()
         self.current = {}
         self.committed = None
+        self.committed_places = []  # offset in the data file, and the bytes that belong there
         self.num_commits = 0
         self.writes = []  # ticket, record, content, in order of submission
         self.reads = []  # ticket, memory, expected
@@ -114,6 +115,11 @@ class StoreMachine(RuleBasedStateMachine):
 
         assert report.sequence == self.num_commits
         self.committed = dict(self.current)
+        self.committed_places = [
+            (self.store.block_offset(record, at // BLOCK), content[at : at + BLOCK])
+            for record, content in self.committed.items()
+            for at in range(0, len(content), BLOCK)
+        ]
 
     @precondition(lambda self: self.committed is not None)
     @rule(read_only_first=st.booleans())
@@ -145,6 +151,14 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.num_bytes(record) == len(content)
                 for record, content in self.current.items()
             )
+
+    @invariant()
+    def committed_blocks_are_untouched(self):
+        """What a restart would find, whatever was written since."""
+        if hasattr(self, "store") and self.committed is not None:
+            data = self.store.data_path.read_bytes()
+            for offset, content in self.committed_places:
+                assert data[offset : offset + len(content)] == content
 
     @invariant()
     def no_block_is_lost(self):

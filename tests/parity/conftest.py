@@ -2,11 +2,21 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
 from offload.config import load_config
 from offload.runs.train import run_training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """Keeps threads of other tests' processes from waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,16 +1,6 @@
 import json
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread_count():
-    # Thread counts change bits of LayerNorm gradients; both sides run with this one.
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])

@@ -6,11 +6,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import offload.runs.inspection
 import pytest
 import typer.main
 
 import offload.runs.doctor
+import offload.runs.inspection
 import offload.runs.planning
 import offload.runs.train
 from offload.cli.app import app, run
@@ -137,11 +137,15 @@ def calls(monkeypatch):
         kept["train"] = {"config": config, "run_dir": run_dir, "resume": resume}
         print("a library prints")
         progress(METRICS)
-        return Result(dict.fromkeys(TRAIN_FIGURES) | {"steps": 1, "loss": float("nan")})
+        return Result(_figures() | {"stopped_by": kept.get("stopped_by")})
 
     monkeypatch.setattr(offload.runs.train, "run_training", train)
     monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _: Result(PLAN))
     return kept
+
+
+def _figures():
+    return dict.fromkeys(TRAIN_FIGURES) | {"steps": 1, "loss": float("nan")}
 
 
 def _json(capsys):
@@ -194,6 +198,22 @@ def test_train_resumes_automatically_or_from_a_path(config, calls, given, passed
     run(["train", str(config), "--resume", given, "--run-dir", "here", "--json"])
 
     assert calls["train"]["resume"] == passed
+
+
+@pytest.mark.parametrize(("signal_name", "expected"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_run_that_a_signal_stopped_prints_its_result_and_says_so(
+    config, calls, capsys, signal_name, expected
+):
+    calls["stopped_by"] = signal_name
+
+    code = run(["train", str(config), "--json"])
+
+    assert code == expected
+    assert _json(capsys)[0]["stopped_by"] == signal_name
+    assert run(["train", str(config)]) == expected
+    captured = capsys.readouterr()
+    assert f"stopped by {signal_name} after step 1" in captured.out
+    assert captured.err == ""
 
 
 @pytest.mark.parametrize(

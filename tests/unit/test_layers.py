@@ -12,7 +12,7 @@ PURE = ("offload", "offload.config", "offload.policy", "offload.layout", "offloa
 
 
 def test_a_module_imports_only_from_lower_layers():
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
 
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 

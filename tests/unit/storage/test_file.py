@@ -94,9 +94,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("refusal", ["no_direct_opening", "no_direct_transfers"])
-def test_the_page_cache_is_used_with_one_warning_per_directory(
-    tmp_path, caplog, request, refusal
-):
+def test_the_page_cache_is_used_with_one_warning_per_directory(tmp_path, caplog, request, refusal):
     request.getfixturevalue(refusal)
 
     files = [open_file(tmp_path / name, create=True) for name in ("a", "b", "c")]

@@ -3,6 +3,9 @@ import logging
 import mmap
 import os
 import stat
+import tempfile
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +157,24 @@ def test_a_second_store_is_refused_and_reads_on(store, engine):
     second.close()
 
 
+def test_a_reader_is_told_when_the_owner_has_moved_on(store, engine):
+    put(store, "a", b"one")
+    store.commit({})
+    reader = BlockStore(store.root, engine=engine)
+    reader.open(read_only=True)
+    for content in (b"two", b"three"):
+        put(store, "a", content)
+        store.commit({})
+
+    with pytest.raises(StoreError, match="has committed since"):
+        get(reader, "a")
+
+    reader.close()
+    reader.open(read_only=True)
+    assert get(reader, "a") == b"three"
+    reader.close()
+
+
 def test_a_read_only_store_is_not_changed(store):
     put(store, "a", b"one")
     store.commit({})
@@ -269,7 +290,13 @@ def test_only_whole_blocks_can_be_read(store):
     put(store, "a", b"x" * (2 * BLOCK + 5))
     memory = memory_of(b"", padded=3 * BLOCK)
 
-    for offset, num_bytes in ((1, None), (0, 5), (BLOCK, BLOCK + 4), (-BLOCK, None), (0, 3 * BLOCK)):
+    for offset, num_bytes in (
+        (1, None),
+        (0, 5),
+        (BLOCK, BLOCK + 4),
+        (-BLOCK, None),
+        (0, 3 * BLOCK),
+    ):
         with pytest.raises(ConfigError, match="whole blocks of 4 KiB within 8197 bytes"):
             store.read("a", memory, offset=offset, num_bytes=num_bytes)
     store.read("a", memory, offset=BLOCK).wait()
@@ -298,9 +325,8 @@ def test_bytes_are_counted_with_their_padding(store):
     stats = store.stats()
 
     assert (stats.write_bytes, stats.read_bytes) == (2 * BLOCK, 2 * BLOCK)
-    assert stats.commit_bytes == report.num_bytes == os.path.getsize(
-        store.root / "manifest-0000000001"
-    )
+    manifest_bytes = (store.root / "manifest-0000000001").stat().st_size
+    assert stats.commit_bytes == report.num_bytes == manifest_bytes
     assert stats.file_bytes == store.data_path.stat().st_size
 
 
@@ -325,7 +351,7 @@ def test_a_write_that_fails_leaves_the_version_before(store, engine, monkeypatch
     ticket = store.write("a", memory_of(b"new"), num_bytes=3)
 
     for _ in range(2):
-        with pytest.raises(StorageError, match="record `a` \\(weight of a\\).*device is gone"):
+        with pytest.raises(StorageError, match=r"record `a` \(weight of a\).*device is gone"):
             ticket.wait()
 
     assert get(store, "a") == b"old"
@@ -368,6 +394,50 @@ def test_a_timeout_leaves_the_ticket_as_it_was(store, engine, monkeypatch):
     ticket.wait(0.0)
 
     assert "a" in store
+
+
+def test_many_threads_write_read_and_commit(store):
+    """Each has its own record; commits run among them."""
+    errors = []
+
+    def work(number):
+        try:
+            for step in range(12):
+                content = bytes([number, step]) * (BLOCK // 2 + number)
+                put(store, str(number), content)
+                assert get(store, str(number)) == content
+                if number % 4 == 0:
+                    store.commit({"step": step})
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+    store.commit({})
+    needed = sum(-(-store.num_bytes(record) // BLOCK) for record in store.records())
+    assert store.stats().live_bytes == needed * BLOCK
+
+
+@pytest.mark.parametrize("backend", ["libaio", "threads", "aiofiles"])
+@pytest.mark.parametrize("directory", ["/tmp", "/dev/shm"])  # the second refuses O_DIRECT
+def test_every_backend_carries_a_store(backend, directory):
+    content = bytes(i % 251 for i in range(9 * BLOCK + 1))
+    with tempfile.TemporaryDirectory(dir=directory) as root, Engine(backend) as engine:
+        store = BlockStore(Path(root) / "s", engine=engine, block_bytes=BLOCK)
+        store.create()
+        put(store, "a", content)
+        store.commit({})
+        store.close()
+        store.open()
+
+        assert get(store, "a") == content
+
+        store.close()
 
 
 # Space.

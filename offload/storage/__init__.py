@@ -1,0 +1,1 @@
+"""Storage: files, the I/O engine, and the block store on top of them."""

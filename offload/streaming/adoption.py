@@ -1,0 +1,109 @@
+"""Moves parameters to the tier where they will live: from a built model, or a resumed store."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.layout import FlatShard, Unit
+from offload.memory import SlotPool, memory_of, storage_over
+from offload.optim.pipeline import ModelState, parameter_key, state_key
+from offload.streaming.building import Building
+from offload.streaming.tier import StoredUnits
+from offload.streaming.unit import StreamedUnit
+
+
+class Adoption:
+    """Takes over a model's parameters, unit by unit, freeing each as it goes."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        building: Building | None,
+        is_resumed: bool,
+    ) -> None:
+        self._state = state
+        self._parameters = parameters
+        self._building = building
+        self._is_resumed = is_resumed
+
+    def make_resident(self) -> None:
+        """Copies every parameter into the resident flat shards, or reads them from the store."""
+        assert self._state.parameters is not None
+        for shard in self._state.layout.shards.values():
+            flat = self._state.parameters[shard.name]
+            if self._is_resumed:
+                self._read_shard(shard, flat)
+            else:
+                keys = map(parameter_key, self._state.layout.subgroups[shard.name])
+                self._state.dirty.update(keys)
+            for placed in shard.parameters:
+                parameter = self._parameters[placed.facts.name]
+                view = flat[placed.start : placed.stop].view(placed.facts.shape)
+                if not self._is_resumed:
+                    view.copy_(self._values_of(parameter))
+                self._forget(parameter)
+                parameter.data = view
+
+    def read_records(self) -> None:
+        """Reads the resident records that the resumed store has."""
+        records, store = self._state.records, self._state.store
+        if records is None or store is None or not self._is_resumed:
+            return
+        for record in self._state.layout.records:
+            if state_key(record) in store:
+                memory = memory_of(records[record.name])
+                store.read(state_key(record), memory).wait()
+
+    def make_stored(self, slots: SlotPool) -> None:
+        """Writes every unit to the store through a slot; parameters become placeholders."""
+        for index, unit in enumerate(self._state.layout.units):
+            streamed = StreamedUnit(unit, index, self._parameters)
+            if not self._is_resumed and unit.num_bytes:
+                self._write_unit(unit, streamed, slots)
+            for binding in streamed.bindings:
+                self._forget(binding.parameter)
+                binding.detach()
+
+    def _write_unit(self, unit: Unit, streamed: StreamedUnit, slots: SlotPool) -> None:
+        assert self._state.store is not None
+        slot = slots.try_lease()
+        assert slot is not None, "no unit is resident yet: every slot is free"
+        try:
+            base = storage_over(slot.memory[: unit.num_bytes])
+            base.zero_()  # gaps between parameters are stored as zero
+            for binding in streamed.bindings:
+                values = self._values_of(binding.parameter)
+                stop = binding.offset_bytes + binding.num_bytes
+                target = base[binding.offset_bytes : stop].view(values.dtype)
+                target.view(values.shape).copy_(values)
+            StoredUnits(self._state.layout, self._state.store).write(
+                unit, slot.memory[: unit.num_bytes]
+            )
+        finally:
+            slots.release(slot)
+
+    def _read_shard(self, shard: FlatShard, flat: torch.Tensor) -> None:
+        assert self._state.store is not None
+        memory = memory_of(flat)
+        for subgroup in self._state.layout.subgroups[shard.name]:
+            start = subgroup.offset_bytes
+            into = memory[start : start + subgroup.padded_parameter_bytes]
+            self._state.store.read(parameter_key(subgroup), into).wait()
+
+    def _values_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self._building is not None:
+            self._building.touch(parameter)
+        if parameter.is_meta:
+            raise ConfigError(
+                "cannot wrap a parameter on the `meta` device: expected values, found none; "
+                "build the model on the CPU, inside `session.building()` if it is large"
+            )
+        return parameter.data
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        if self._building is not None:
+            self._building.forget(parameter)
