@@ -2,7 +2,17 @@
 
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget
+from offload.memory.heap import trim_heap
 from offload.memory.pool import Slot, SlotPool
 from offload.memory.storages import memory_of, storage_over, view_as
 
-__all__ = ["Arena", "Budget", "Slot", "SlotPool", "memory_of", "storage_over", "view_as"]
+__all__ = [
+    "Arena",
+    "Budget",
+    "Slot",
+    "SlotPool",
+    "memory_of",
+    "storage_over",
+    "trim_heap",
+    "view_as",
+]

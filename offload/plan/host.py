@@ -12,7 +12,7 @@ Placement = Literal["host", "storage"]
 
 NUM_SLOTS = 3
 """Unit slots when the budget allows: one in use, two being fetched."""
-MAX_BUFFERS = 16
+MAX_BUFFERS = 12
 """Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
-from offload.memory import memory_of
+from offload.memory import memory_of, trim_heap
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
@@ -285,6 +285,7 @@ class WrappedModel:
             adoption.make_stored(self._memory.slots)
         if self._building is not None:
             self._building.finish()
+        trim_heap()
         if self._state.records is not None and not self._is_resumed:
             # A resident fp32 master starts as its parameter, as an edited one does.
             self._state.edited.update(

@@ -33,7 +33,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.directory = Path(tempfile.mkdtemp())
-        self.engine = Engine("threads", queue_depth=4)
+        self.engine = Engine()
         self.engine.open()
         self.store = BlockStore(self.directory / "store", engine=self.engine, block_bytes=BLOCK)
         self.store.create()

@@ -1,0 +1,23 @@
+"""Sessions for tests of parity: small records, small budgets."""
+
+import functools
+
+import offload
+from offload.layout import build_layout
+
+PLACEMENTS = [("host", "host"), ("storage", "host"), ("host", "storage"), ("storage", "storage")]
+"""Tiers of parameters and of optimizer state."""
+SMALL_RECORD_ELEMENTS = 4096
+
+
+def open_session(tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, **options):
+    parameters, optimizer = placement
+    policy = {"parameters": parameters, "optimizer": optimizer}
+    store = tmp_path / f"{parameters}-{optimizer}"
+    return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
+
+
+def use_small_records(monkeypatch):
+    """Cuts flat shards into many subgroups, as those of large models are."""
+    small = functools.partial(build_layout, record_elements=SMALL_RECORD_ELEMENTS)
+    monkeypatch.setattr("offload.streaming.wrapped.build_layout", small)
