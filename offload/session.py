@@ -29,7 +29,7 @@ class SessionStats:
     """Counters since the session was opened."""
 
     read_bytes: int = 0
-    """Of records, from storage, padding included."""
+    """Of records, from storage, padding included; without those that digests read."""
     write_bytes: int = 0
     """Of records, to storage, padding included; without those that commits wrote."""
     commit_bytes: int = 0
@@ -233,7 +233,7 @@ class Session:
         hits = counters.prefetch_hits if counters else 0
         by_commits = wrapped.commit_record_bytes
         return SessionStats(
-            read_bytes=io.read_bytes if io else 0,
+            read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
             write_bytes=io.write_bytes - by_commits if io else 0,
             commit_bytes=io.commit_bytes + by_commits if io else 0,
             io_wait_s=wrapped.io_wait_s,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload.streaming.discovery import DiscoveredModel
-from offload.streaming.parameters import StreamedParameters
+from offload.streaming.parameters import PickledCopies, StreamedParameters
 from offload.streaming.residency import Residency
 from offload.streaming.saved import SavedTensorHooks
 from offload.streaming.swap import Call, attach, detach
@@ -40,12 +40,13 @@ class StreamedModel:
             for parameter in unit.parameters.values():
                 self._unit_of[id(parameter)] = index
         needs, owners = self._discovered.needs, self._discovered.owners
+        pickled = PickledCopies()
         for module in list(self.model.modules()):
             if module in needs or module in owners or module is self.model:
                 units = needs.get(module, owners.get(module, ()))
                 attach(module, _Attachment(self, units=units, is_unit=module in needs))
             if module in owners:
-                parameters = StreamedParameters(module._parameters, self._on_access)
+                parameters = StreamedParameters(module._parameters, self._on_access, pickled)
                 module.__dict__["_parameters"] = parameters
 
     def close(self) -> None:

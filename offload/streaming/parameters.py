@@ -1,5 +1,6 @@
 """A module's `_parameters`, which fetches a parameter that is used outside its module's call."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 OnAccess = Callable[[nn.Parameter], None]
+PickledCopies = weakref.WeakValueDictionary[tuple[int, int], nn.Parameter]
+"""The copies of a model's parameters that a pickler holds now, by id and version: a tied parameter
+is pickled once."""
 
 
 class StreamedParameters(dict[str, nn.Parameter | None]):
@@ -17,9 +21,15 @@ class StreamedParameters(dict[str, nn.Parameter | None]):
     Copies and pickles are plain dicts with the real values.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_access: OnAccess) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        on_access: OnAccess,
+        pickled: PickledCopies,
+    ) -> None:
         super().__init__(parameters)
         self._on_access = on_access
+        self._pickled = pickled
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
@@ -31,14 +41,30 @@ class StreamedParameters(dict[str, nn.Parameter | None]):
         copy: dict[str, nn.Parameter | None] = {}
         for name, parameter in self._fetched_items():
             if parameter is not None and id(parameter) not in memo:
-                values = parameter.detach().clone(memory_format=torch.contiguous_format)
-                memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                memo[id(parameter)] = _plain_copy(parameter)
             copy[name] = None if parameter is None else memo[id(parameter)]
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (), None, None, iter(self._fetched_items())
+        return dict, (), None, None, self._pickled_items()
+
+    def _pickled_items(self) -> Iterator[tuple[str, nn.Parameter | None]]:
+        """Yields copies: a pickler keeps what it has seen, and would keep every slot."""
+        for name, parameter in self._fetched_items():
+            if parameter is None:
+                yield name, None
+                continue
+            key = id(parameter), parameter._version
+            copy = self._pickled.get(key)
+            if copy is None:
+                copy = self._pickled[key] = _plain_copy(parameter)
+            yield name, copy
 
     def _fetched_items(self) -> Iterator[tuple[str, nn.Parameter | None]]:
         for name in list(self):
             yield name, self[name]
+
+
+def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:
+    values = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)

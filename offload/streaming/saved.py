@@ -37,6 +37,14 @@ class SavedParameter:
 
 
 @dataclass(slots=True, kw_only=True)
+class SavedTensor:
+    """Any other tensor, and the version that the graph saw."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(slots=True, kw_only=True)
 class Delegated:
     """A tensor that the hooks below have packed."""
 
@@ -68,7 +76,9 @@ class SavedTensorHooks:
             if unit is not None:
                 return self._handle_of(tensor, unit)
         if below is None:
-            return tensor
+            # Detached: the graph would keep itself alive through an output that it saved.
+            kept = tensor if tensor.grad_fn is None else tensor.detach()
+            return SavedTensor(tensor=kept, version=tensor._version)
         return Delegated(packed=below[0](tensor), unpack=below[1])
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -76,8 +86,12 @@ class SavedTensorHooks:
             return self._restore(packed)
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
-        assert isinstance(packed, torch.Tensor)
-        return packed
+        assert isinstance(packed, SavedTensor)
+        tensor, found = packed.tensor, packed.tensor._version
+        if found != packed.version:
+            what = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            raise RuntimeError(_modified(what, found=found, expected=packed.version))
+        return tensor
 
     def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
         offset = int(tensor.storage_offset())
@@ -94,11 +108,10 @@ class SavedTensorHooks:
     def _restore(self, saved: SavedParameter) -> torch.Tensor:
         found = saved.binding.parameter._version
         if found != saved.version:
+            what = f"parameter `{saved.binding.name}`"
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: parameter `{saved.binding.name}` is at version {found}; "
-                f"expected version {saved.version} instead. An optimizer step or an edit came "
-                "between this graph's forward and its backward; run the forward again"
+                f"{_modified(what, found=found, expected=saved.version)}. An optimizer step or an "
+                "edit came between this graph's forward and its backward; run the forward again"
             )
         base = self._residency.fetch(saved.unit, is_backward=True)
         return base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
@@ -115,3 +128,10 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         return self.owner.pack(tensor, self.below)
+
+
+def _modified(what: str, *, found: int, expected: int) -> str:
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} is at version {found}; expected version {expected} instead"
+    )

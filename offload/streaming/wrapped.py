@@ -90,6 +90,7 @@ class WrappedModel:
         self.completed_steps = resume.completed_steps if resume else 0
         self.update_s = 0.0
         self.commit_record_bytes = 0
+        self.digest_read_bytes = 0
         self._store = store
         self._kernels = kernels
         self._order = order
@@ -206,15 +207,21 @@ class WrappedModel:
         """Returns the digest of parameters and optimizer state."""
         self._require_whole("digest")
         self._settle_edits()
+        before = self._read_bytes()
         reader = StateParts(
             store=self._store,
             scratch=self._memory.scratch,
             parameters=self._state.parameters,
             records=self._state.records,
         )
-        return state_digest(
+        digest = state_digest(
             self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
         )
+        self.digest_read_bytes += self._read_bytes() - before
+        return digest
+
+    def _read_bytes(self) -> int:
+        return self._store.stats().read_bytes if self._store is not None else 0
 
     # Steps of opening.
 

@@ -64,7 +64,7 @@ def test_a_run_that_is_asked_to_stop_commits_and_says_how_to_go_on(tmp_path, num
     code, output, errors = signal_after_step(tmp_path / "run", 3, number)
 
     result = json.loads(output)
-    assert code == 0
+    assert code == 128 + number
     assert result["stopped_by"] == number.name
     assert 3 <= result["steps"] < 12
     assert "--resume auto" in errors

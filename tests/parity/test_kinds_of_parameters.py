@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity.models import SmallGPT, batch, build, loss_of
+from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference, same_bits
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
@@ -56,7 +56,7 @@ class Odd(nn.Module):
 def test_a_parameter_without_a_gradient_is_not_stepped_and_not_decayed(tmp_path, placement):
     reference = Reference(build(Experts), **OPTIONS)
 
-    with open_session(tmp_path, placement) as session:
+    with open_session(tmp_path, placement, budget_bytes=2 << 20) as session:
         model = session.wrap(build(Experts))
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
 
@@ -218,14 +218,3 @@ def test_param_groups_have_their_own_options_and_follow_a_scheduler(tmp_path, pl
             scheduler.step()
 
         require_equal_state(session, model, reference)
-
-
-def test_each_kind_of_loop_over_gradients_sees_all_of_them(tmp_path):
-    inputs, targets = batch(0)
-    with open_session(tmp_path) as session:
-        model = session.wrap(build(SmallGPT))
-        F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten()).backward()
-
-        names = {n for n, p in model.named_parameters() if p.grad is not None}
-
-        assert names == {n for n, _ in model.named_parameters()}

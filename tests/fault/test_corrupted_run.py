@@ -1,0 +1,92 @@
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.config import load_config
+from offload.errors import ConfigError, CorruptStateError
+from offload.runs.inspection import inspect_store, verify_store
+from offload.runs.train import run_training
+from offload.storage.manifest_files import read_newest_manifest
+
+SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
+
+
+def config(steps):
+    return load_config(
+        SMALL,
+        [
+            f"train.steps={steps}",
+            "model.layers=2",
+            "model.width=128",
+            "data.source=files",
+            f'data.files=["{argparse.__file__}"]',
+        ],
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of two steps, without the probe, and its result."""
+    monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run_training(config(2), run_dir=tmp_path / "run")
+    torch.set_num_threads(threads)
+
+
+def damage(result, record):
+    """Changes one byte in the middle of a stored record and returns where its block begins."""
+    store = Path(result.store)
+    manifest = read_newest_manifest(store)
+    version = manifest.records[record]
+    block = version.num_blocks // 2
+    offset = version.extents[0].first_block + block  # small records have one extent
+    (data,) = [path for path in store.iterdir() if path.stat().st_size > 1 << 20]
+    fd = os.open(data, os.O_RDWR)
+    at = offset * manifest.block_bytes + 5
+    byte = os.pread(fd, 1, at)
+    os.pwrite(fd, bytes([byte[0] ^ 1]), at)
+    os.fsync(fd)
+    os.close(fd)
+    return offset * manifest.block_bytes
+
+
+def test_inspect_gives_the_digest_of_the_run(run):
+    by_run, by_store = inspect_store(Path(run.run_dir)), inspect_store(Path(run.store))
+
+    assert by_run == by_store
+    assert by_run.digest == run.state_digest
+    assert (by_run.step, by_run.parameters) == (2, run.parameters)
+    assert by_run.records == len(read_newest_manifest(Path(run.store)).records)
+    assert verify_store(Path(run.run_dir)).to_json()["ok"] is True
+
+
+@pytest.mark.parametrize("kind", ["parameter", "state"])
+def test_verify_names_record_parameter_file_and_offset_of_a_flipped_bit(run, kind):
+    names = read_newest_manifest(Path(run.store)).records
+    record = next(name for name in names if name.startswith(kind))
+    offset = damage(run, record)
+
+    found = verify_store(Path(run.run_dir)).to_json()
+
+    assert found["ok"] is False
+    (bad,) = found["bad"]
+    assert (bad["record"], bad["offset"]) == (record, offset)
+    assert "weight" in bad["parameter"]
+    assert (Path(bad["path"]) / bad["file"]).is_file()
+
+
+def test_a_resume_from_damaged_parameters_names_record_and_parameter(run):
+    record = "parameter/blocks.1#0"
+    damage(run, record)
+
+    with pytest.raises(CorruptStateError, match=rf"(?s){record}.*blocks\.1\.norm1\.weight"):
+        run_training(config(3), run_dir=run.run_dir, resume="auto")
+
+
+def test_a_path_that_is_no_store_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        inspect_store(tmp_path / "absent")
