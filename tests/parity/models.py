@@ -89,8 +89,7 @@ class CheckpointedModel(nn.Module):
     def forward(self, tokens):
         x = self.tokens(tokens)
         if self.form == "with_head":
-            x = self._checkpoint(lambda h: self._head(self._run(h, 0, 5)), x)
-            return x
+            return self._checkpoint(lambda h: self.head(self._run(h, 0, 5)), x)
         return self._head(self._body(x))
 
     def _body(self, x):
@@ -114,7 +113,7 @@ class CheckpointedModel(nn.Module):
 
     def _head(self, x):
         if self.is_tied_by_function:
-            return F.linear(x, self.tokens.weight, self.head.bias)
+            return F.linear(x, self.tokens.weight)
         return self.head(x)
 
     def _run(self, x, first, last):

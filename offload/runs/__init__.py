@@ -1,0 +1,1 @@
+"""Runs from a configuration: model and data, plan and probe, the loop, results, inspection."""

@@ -1,0 +1,39 @@
+"""What a run stores with each commit beside the state, and how it goes on from it."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.errors import CorruptStateError
+
+
+def commit_metadata(*, step: int) -> dict[str, Any]:
+    """Returns what a resume after `step` steps needs: the step and torch's generator."""
+    state = torch.get_rng_state().numpy().tobytes()
+    return {"step": step, "torch_rng_state": base64.b64encode(state).decode("ascii")}
+
+
+def restore(metadata: Mapping[str, Any] | None) -> int:
+    """Returns the steps that are done and sets torch's generator as it was after them.
+
+    Args:
+        metadata: Of the commit that was opened; None for a new run.
+
+    Raises:
+        CorruptStateError: The metadata is not that of a run.
+    """
+    if metadata is None:
+        return 0
+    try:
+        step = int(metadata["step"])
+        state = bytearray(base64.b64decode(metadata["torch_rng_state"], validate=True))
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptStateError(
+            "cannot resume: expected the commit of a run with `step` and `torch_rng_state`, "
+            f"found {type(error).__name__}: {error}; the store belongs to another program: "
+            "name another directory"
+        ) from error
+    return step

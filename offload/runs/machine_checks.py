@@ -1,0 +1,197 @@
+"""What `offload doctor` checks of the software and the limits of this machine."""
+
+import importlib
+import platform
+import resource
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+from offload.optim.kernels import load_kernels
+from offload.storage.engine import Engine
+
+from offload._native import aio as native_aio
+from offload._native import optim as native_optim
+from offload.runs.checks import Check, guarded
+from offload.sizes import MIB, format_size
+
+_MIN_FILES = 1024
+_MIN_LOCKED_BYTES = 64 * MIB
+_MIN_AIO_REQUESTS = 1024
+"""Requests in flight that `fs.aio-max-nr` should leave: a few queues of the largest depth."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def software_checks() -> Iterator[Check]:
+    """Yields versions, the extension, the I/O backend and the kernels' instruction set."""
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Check(name="python", status="ok", found=python)
+    for package in ("offload", "torch", "numpy"):
+        yield _package(package)
+    yield _extension()
+    reinstall = "reinstall `offload`"
+    yield guarded("I/O backend", _backend, remedy=reinstall)
+    yield guarded("kernels", _kernels, remedy=reinstall)
+
+
+def limit_checks() -> Iterator[Check]:
+    """Yields the limits of this process and this machine that runs come up against."""
+    yield _files()
+    yield _locked_memory()
+    yield _aio_requests()
+    yield _memory()
+    yield _huge_pages()
+
+
+def _package(name: str) -> Check:
+    try:
+        found = version(name)
+        importlib.import_module(name)
+    except (PackageNotFoundError, ImportError) as error:
+        return Check(name=name, status="fail", found=str(error), remedy=f"install `{name}`")
+    return Check(name=name, status="ok", found=found)
+
+
+def _extension() -> Check:
+    reasons = {
+        reason
+        for reason in (native_aio.unavailable_because(), native_optim.unavailable_because())
+        if reason is not None
+    }
+    if not reasons:
+        return Check(name="extension", status="ok", found="compiled")
+    return Check(
+        name="extension",
+        status="warn",
+        found="; ".join(sorted(reasons)),
+        remedy="pure Python is used, which is exact and slower; unset OFFLOAD_PURE, or install a "
+        "C compiler and reinstall `offload`",
+    )
+
+
+def _backend() -> Check:
+    with Engine() as engine:
+        name = engine.name
+    if name == "libaio":
+        return Check(name="I/O backend", status="ok", found=name)
+    return Check(
+        name="I/O backend",
+        status="warn",
+        found=name,
+        remedy="`libaio` needs the extension and the system call io_setup, which some "
+        "containers forbid; `offload --verbose` logs why it is not used",
+    )
+
+
+def _kernels() -> Check:
+    name = load_kernels().name
+    if name in ("avx512", "avx2"):
+        return Check(name="kernels", status="ok", found=name)
+    return Check(
+        name="kernels",
+        status="warn",
+        found=name,
+        remedy="updates are exact and slower than with the extension on a CPU with AVX2",
+    )
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
+    return Check(
+        name="open files",
+        status="ok" if enough else "warn",
+        found=f"{_limit(soft)} (hard limit {_limit(hard)})",
+        remedy=None if enough else f"raise it: `ulimit -n {_MIN_FILES}`",
+    )
+
+
+def _locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    enough = soft == resource.RLIM_INFINITY or soft >= _MIN_LOCKED_BYTES
+    return Check(
+        name="locked memory",
+        status="ok" if enough else "warn",
+        found="unlimited" if soft == resource.RLIM_INFINITY else format_size(soft),
+        remedy=None if enough else "raise it: `ulimit -l unlimited`; without it nothing is locked",
+    )
+
+
+def _aio_requests() -> Check:
+    try:
+        free = _number("/proc/sys/fs/aio-max-nr") - _number("/proc/sys/fs/aio-nr")
+    except (OSError, ValueError) as error:
+        return Check(name="aio requests", status="warn", found=f"not known: {error}")
+    enough = free >= _MIN_AIO_REQUESTS
+    return Check(
+        name="aio requests",
+        status="ok" if enough else "warn",
+        found=f"{free} free",
+        remedy=None if enough else "raise it: `sysctl fs.aio-max-nr=1048576`",
+    )
+
+
+def _memory() -> Check:
+    physical = psutil.virtual_memory()
+    limit = _cgroup_limit()
+    found = f"{format_size(physical.total)}, {format_size(physical.available)} available"
+    if limit is None or limit >= physical.total:
+        return Check(name="memory", status="ok", found=f"{found}, no cgroup limit below it")
+    return Check(
+        name="memory",
+        status="ok",
+        found=f"{found}, limited to {format_size(limit)} by the cgroup",
+    )
+
+
+def _huge_pages() -> Check:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError as error:
+        return Check(name="huge pages", status="warn", found=f"not known: {error.strerror}")
+    chosen = text.partition("[")[2].partition("]")[0]
+    enough = chosen in ("always", "madvise")
+    return Check(
+        name="huge pages",
+        status="ok" if enough else "warn",
+        found=f"transparent huge pages: {chosen}",
+        remedy=None
+        if enough
+        else "allow them: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`",
+    )
+
+
+def _cgroup_limit() -> int | None:
+    # The process's own group and each above it count; v1 keeps the limit elsewhere.
+    found = [_group_limit(group / "memory.max") for group in _own_groups()]
+    found.append(_group_limit(_CGROUP / "memory" / "memory.limit_in_bytes"))
+    known = [limit for limit in found if limit is not None]
+    return min(known, default=None)
+
+
+def _own_groups() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if own is None:
+        return []
+    group = _CGROUP / own.lstrip("/")
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(_CGROUP))]
+
+
+def _group_limit(file: Path) -> int | None:
+    try:
+        return _number(str(file))
+    except (OSError, ValueError):
+        return None  # no such file, or "max"
+
+
+def _number(file: str) -> int:
+    return int(Path(file).read_text(encoding="ascii"))
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

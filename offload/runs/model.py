@@ -1,0 +1,67 @@
+"""Builds the model that a configuration names, for real or as facts only."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import ModelConfig
+from offload.errors import ConfigError
+from offload.runs.gpt import GPT, GPTShape
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """Returns a new module whose call `model(inputs, targets)` gives the loss.
+
+    Raises:
+        ConfigError: The factory can't be imported or did not return a module.
+    """
+    if config.factory is None:
+        return GPT(gpt_shape(config))
+    model = _find_factory(config.factory)(**config.factory_arguments())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"cannot use the model of `model.factory` `{config.factory}`: expected a "
+            f"torch.nn.Module, found {type(model).__name__}; return a module from it"
+        )
+    return model
+
+
+def build_meta_model(config: ModelConfig) -> nn.Module:
+    """Returns the module on the meta device: names, shapes and dtypes, no values, no memory."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return build_model(config)
+
+
+def gpt_shape(config: ModelConfig) -> GPTShape:
+    """Returns the sizes of the GPT that `config` describes."""
+    return GPTShape(
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        context=config.context,
+        vocabulary=config.vocabulary,
+        dtype=getattr(torch, config.dtype),
+    )
+
+
+def _find_factory(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot find `model.factory` `{name}`: expected `module:callable` that can be "
+            f"imported, found: {error}; correct it or set PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"cannot call `model.factory` `{name}`: expected a callable, "
+            f"found {type(found).__name__}; name a class or a function"
+        )
+    factory: Callable[..., Any] = found
+    return factory

@@ -1,0 +1,99 @@
+"""Wall time of the phases of a step, and the waits for storage in them."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of wall time of the calling thread."""
+
+    duration_s: float
+    io_wait_s: float
+    """Waits for storage within it."""
+
+    @property
+    def busy_s(self) -> float:
+        """Time that was not spent waiting for storage."""
+        return max(self.duration_s - self.io_wait_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The phases of one step; `other_s` is what none of them covers."""
+
+    step_s: float
+    io_wait_s: float
+    forward: tuple[Span, ...]
+    """One for each micro-step, as `backward`."""
+    backward: tuple[Span, ...]
+    update: tuple[Span, ...]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(span.duration_s for span in self.forward)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(span.duration_s for span in self.backward)
+
+    @property
+    def update_s(self) -> float:
+        return sum(span.duration_s for span in self.update)
+
+    @property
+    def other_s(self) -> float:
+        return max(self.step_s - self.forward_s - self.backward_s - self.update_s, 0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepClock:
+    """Measures the phases of one step, from its making to `stop()`."""
+
+    read_io_wait_s: Callable[[], float]
+    """Gives the waits for storage so far."""
+    _started_s: float = field(init=False)
+    _io_wait_at_start_s: float = field(init=False)
+    _forward: list[Span] = field(init=False, default_factory=list)
+    _backward: list[Span] = field(init=False, default_factory=list)
+    _update: list[Span] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._io_wait_at_start_s = self.read_io_wait_s()
+        self._started_s = time.perf_counter()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._measured(self._forward):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        with self._measured(self._backward):
+            yield
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        with self._measured(self._update):
+            yield
+
+    def stop(self) -> StepTimes:
+        """Returns what was measured."""
+        step_s = time.perf_counter() - self._started_s
+        return StepTimes(
+            step_s=step_s,
+            io_wait_s=self.read_io_wait_s() - self._io_wait_at_start_s,
+            forward=tuple(self._forward),
+            backward=tuple(self._backward),
+            update=tuple(self._update),
+        )
+
+    @contextmanager
+    def _measured(self, spans: list[Span]) -> Iterator[None]:
+        io_wait_s = self.read_io_wait_s()
+        started_s = time.perf_counter()
+        yield
+        duration_s = time.perf_counter() - started_s
+        spans.append(Span(duration_s=duration_s, io_wait_s=self.read_io_wait_s() - io_wait_s))

@@ -1,0 +1,94 @@
+"""Turns what a step did and what the session counted into figures."""
+
+from dataclasses import dataclass, field
+
+from offload.plan.bound import Bound, ComputeTimes, step_bound
+from offload.plan.machine import Machine
+from offload.plan.traffic import StepTraffic
+from offload.runs.loop import StepOutcome
+from offload.runs.metrics import StepMetrics
+from offload.runs.phases import StepTimes
+from offload.runs.result import NUM_WARM_UP_STEPS, ratio
+from offload.session import SessionStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """All that is known of one step when it is done."""
+
+    step: int
+    outcome: StepOutcome
+    times: StepTimes
+    before: SessionStats
+    after: SessionStats
+    rss_bytes: int
+    committed: int | None
+    validation_loss: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecorder:
+    """Makes the metrics of steps and keeps those of this process."""
+
+    tokens_per_step: int
+    traffic: StepTraffic
+    num_parameters: int
+    """P of the bound: trainable parameters."""
+    machine: Machine | None
+    """None where no bound applies."""
+    steps: list[StepMetrics] = field(default_factory=list)
+    _hits: int = 0
+    _misses: int = 0
+
+    def record(self, facts: StepFacts) -> StepMetrics:
+        """Returns the metrics of one step and keeps them."""
+        times, before, after = facts.times, facts.before, facts.after
+        bound = self._bound(times)
+        metrics = StepMetrics(
+            step=facts.step,
+            loss=facts.outcome.loss,
+            lr=facts.outcome.lr,
+            grad_norm=facts.outcome.grad_norm,
+            tokens=self.tokens_per_step,
+            tokens_per_s=self.tokens_per_step / times.step_s,
+            step_s=times.step_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            other_s=times.other_s,
+            io_wait_s=times.io_wait_s,
+            read_bytes=after.read_bytes - before.read_bytes,
+            write_bytes=after.write_bytes - before.write_bytes,
+            cache_hit_bytes=after.cache_hit_bytes - before.cache_hit_bytes,
+            host_peak_bytes=after.host_peak_bytes,
+            device_peak_bytes=after.device_peak_bytes,
+            rss_bytes=facts.rss_bytes,
+            bound_s=bound.step_s if bound else None,
+            achieved_over_bound=ratio(bound.step_s, times.step_s) if bound else None,
+            committed=facts.committed,
+            skipped=facts.outcome.skipped,
+            validation_loss=facts.validation_loss,
+        )
+        self.steps.append(metrics)
+        if len(self.steps) > NUM_WARM_UP_STEPS:
+            self._hits += after.prefetch_hits - before.prefetch_hits
+            self._misses += after.prefetch_misses - before.prefetch_misses
+        return metrics
+
+    @property
+    def prefetch_hit_rate(self) -> float | None:
+        """Of the steps after the warm-up."""
+        return ratio(self._hits, self._hits + self._misses)
+
+    def _bound(self, times: StepTimes) -> Bound | None:
+        if self.machine is None:
+            return None
+        return step_bound(
+            self.machine,
+            self.traffic,
+            num_parameters=self.num_parameters,
+            compute=[
+                ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
+                for forward, backward in zip(times.forward, times.backward, strict=True)
+            ],
+        )

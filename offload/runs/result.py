@@ -1,0 +1,112 @@
+"""What a run reports at its end."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.runs.metrics import StepMetrics
+
+NUM_WARM_UP_STEPS = 2
+"""Steps of the process that the medians leave out: they record the trace and fill caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """The result of `offload train`; None where a figure does not apply.
+
+    Times and bytes of a step are medians over the steps after the second of this process.
+    """
+
+    run_dir: str
+    store: str | None
+    steps: int
+    """Steps done in all, those before a resume too."""
+    first_step: int
+    """Of this process, from 1."""
+    stopped_by: str | None
+    """The signal that ended the run before its last step."""
+    skipped_steps: int
+    loss: float | None
+    losses: list[float]
+    validation_loss_before: float
+    validation_loss_after: float
+    state_digest: str
+    parameters: int
+    state_bytes: int
+    host_budget_bytes: int | None
+    host_peak_bytes: int | None
+    device_budget_bytes: int | None
+    device_peak_bytes: int | None
+    rss_baseline_bytes: int
+    rss_peak_bytes: int
+    activation_peak_bytes: int
+    commit_bytes: int
+    read_bytes_per_step: int | None
+    write_bytes_per_step: int | None
+    formula_read_bytes_per_step: int
+    formula_write_bytes_per_step: int
+    step_s: float | None
+    forward_s: float | None
+    backward_s: float | None
+    update_s: float | None
+    other_s: float | None
+    io_wait_s: float | None
+    bound_s: float | None
+    achieved_over_bound: float | None
+    update_bound_s: float | None
+    update_achieved_over_bound: float | None
+    prefetch_hit_rate: float | None
+    tokens_per_s: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMedians:
+    """Medians over the steps after the warm-up, None where there are none."""
+
+    read_bytes: int | None
+    write_bytes: int | None
+    step_s: float | None
+    forward_s: float | None
+    backward_s: float | None
+    update_s: float | None
+    other_s: float | None
+    io_wait_s: float | None
+    bound_s: float | None
+    tokens_per_s: float | None
+
+    @staticmethod
+    def of(steps: Sequence[StepMetrics]) -> "StepMedians":
+        """Returns the medians over `steps` of one process, in order; skipped ones don't count."""
+        measured = [step for step in steps[NUM_WARM_UP_STEPS:] if not step.skipped]
+        return StepMedians(
+            read_bytes=_whole(_median(step.read_bytes for step in measured)),
+            write_bytes=_whole(_median(step.write_bytes for step in measured)),
+            step_s=_median(step.step_s for step in measured),
+            forward_s=_median(step.forward_s for step in measured),
+            backward_s=_median(step.backward_s for step in measured),
+            update_s=_median(step.update_s for step in measured),
+            other_s=_median(step.other_s for step in measured),
+            io_wait_s=_median(step.io_wait_s for step in measured),
+            bound_s=_median(step.bound_s for step in measured),
+            tokens_per_s=_median(step.tokens_per_s for step in measured),
+        )
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Returns the quotient, or None where a side is missing or the denominator is 0."""
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)

@@ -1,0 +1,189 @@
+"""The directory of a run: resolved config, plan, `metrics.jsonl`, result and, by default, store."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.config import Config
+from offload.errors import ConfigError, StorageError
+from offload.storage.summary import has_commit
+
+AUTO = "auto"
+
+Resume = str | Path | None
+"""`auto`, or the directory of a run that is to go on."""
+
+STORE = "store"
+CONFIG_FILE = "config.toml"
+PLAN_FILE = "plan.json"
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+
+_FILES = (CONFIG_FILE, PLAN_FILE, METRICS_FILE, RESULT_FILE)
+_DEFAULT_PARENT = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """Where a run keeps its files, and whether it goes on from a commit in it."""
+
+    path: Path
+    store: Path
+    is_resumed: bool
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS_FILE
+
+    def prepare(self, config: Config, *, plan: Mapping[str, Any]) -> None:
+        """Makes the directory with config and plan; a new run drops what an aborted start left.
+
+        Raises:
+            StorageError: A file can't be written.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.is_resumed:
+                for name in _FILES:
+                    (self.path / name).unlink(missing_ok=True)
+            _write(self.path / CONFIG_FILE, config.to_toml())
+            _write_json(self.path / PLAN_FILE, {**plan, "store": str(self.store)})
+        except OSError as error:
+            raise StorageError(
+                f"cannot prepare run directory `{self.path}`: expected to write files there, "
+                f"found {error.strerror or error}; choose another `--run-dir`",
+                errno=error.errno,
+            ) from error
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Writes the result of the run beside its metrics."""
+        _write_json(self.path / RESULT_FILE, result)
+
+
+def resolve_run_directory(
+    config: Config, *, run_dir: str | Path | None, resume: Resume
+) -> RunDirectory:
+    """Returns where the run goes and whether it resumes. Writes nothing.
+
+    Args:
+        config: Its storage path, if it has one, holds the store.
+        run_dir: None for a new directory under `runs/`, or for the one that `resume` names.
+        resume: `auto` starts from the beginning where there is no complete commit; a path must
+            hold one.
+
+    Raises:
+        ConfigError: The directory is in use without `resume`, or holds no complete commit.
+    """
+    named = None if resume is None or resume == AUTO else Path(resume)
+    path = _run_path(Path(run_dir) if run_dir is not None else None, named, resume)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"cannot use run directory `{path}`: expected a directory, found a file; "
+            "choose another `--run-dir`"
+        )
+    if resume is None:
+        _require_unused(path)
+    store = find_store(path) or _new_store(config, path)
+    # Damage raises: where there are manifests and none is whole, nothing is started anew.
+    is_resumed = resume is not None and has_commit(store)
+    if named is not None and not is_resumed:
+        raise ConfigError(
+            f"cannot resume from `{named}`: expected a complete commit in store `{store}`, "
+            "found none; start without `--resume`, or with `--resume auto`"
+        )
+    return RunDirectory(
+        path=path,
+        store=store if is_resumed else _new_store(config, path),
+        is_resumed=is_resumed,
+    )
+
+
+def find_store(path: Path) -> Path | None:
+    """Returns the store that the run directory `path` names, or None where it names none."""
+    try:
+        store = json.loads((path / PLAN_FILE).read_text(encoding="utf-8")).get("store")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(store, str):
+        return None
+    # A run directory that was moved takes the store in it along.
+    moved = path / STORE
+    return Path(store) if Path(store).exists() or not moved.exists() else moved
+
+
+def is_run_directory(path: Path) -> bool:
+    """Returns whether a run has been started in `path`."""
+    return (path / CONFIG_FILE).is_file() and (path / PLAN_FILE).is_file()
+
+
+def _run_path(run_dir: Path | None, named: Path | None, resume: Resume) -> Path:
+    if named is not None:
+        return _named_run(named, run_dir)
+    if run_dir is not None:
+        return run_dir.absolute()
+    if resume == AUTO:
+        raise ConfigError(
+            "cannot resume: expected `--run-dir` with `--resume auto`, found none; "
+            "name the directory of the run"
+        )
+    return _unused_default()
+
+
+def _named_run(named: Path, run_dir: Path | None) -> Path:
+    path = named.absolute()
+    if not is_run_directory(path) and is_run_directory(path.parent):
+        path = path.parent  # the store inside a run directory
+    if run_dir is not None and run_dir.absolute() not in (path, named.absolute()):
+        raise ConfigError(
+            f"cannot resume from `{named}` in run directory `{run_dir}`: expected the same "
+            "directory, found two; leave out `--run-dir`"
+        )
+    return path
+
+
+def _unused_default() -> Path:
+    stem = _DEFAULT_PARENT.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    path, number = stem, 1
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}-{number}")
+    return path
+
+
+def _require_unused(path: Path) -> None:
+    try:
+        is_used = path.is_dir() and any(path.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use run directory `{path}`: expected a readable directory, found "
+            f"{error.strerror or error}; choose another `--run-dir`"
+        ) from error
+    if is_used:
+        raise ConfigError(
+            f"cannot start in run directory `{path}`: expected a new or empty directory, found "
+            "files in it; add `--resume auto` to go on, or choose another `--run-dir`"
+        )
+
+
+def _new_store(config: Config, path: Path) -> Path:
+    paths = config.tiers.storage.paths
+    if not paths:
+        return path / STORE
+    # Runs that share a path stay apart; the same run finds its store again.
+    tag = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    return Path(paths[0]) / f"offload-{path.name}-{tag}"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _write(path, json.dumps(value, indent=2) + "\n")

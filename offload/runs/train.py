@@ -1,0 +1,165 @@
+"""Trains as a configuration says: checks, plan, probe, then the run itself."""
+
+from pathlib import Path
+
+from offload.config import Config
+from offload.errors import ConfigError
+from offload.optim.kernels import load_kernels
+from offload.plan.bound import update_bound_s
+from offload.plan.machine import Machine
+from offload.plan.run_plan import RunPlan
+from offload.plan.traffic import ModelBytes
+from offload.runs.compatibility import require_compatible
+from offload.runs.data import Text, open_text
+from offload.runs.gpt import logits_workspace_bytes
+from offload.runs.model import gpt_shape
+from offload.runs.planning import BLOCK_BYTES, plan_run
+from offload.runs.probe import ProbeSize, probe_machine
+from offload.runs.result import StepMedians, TrainResult, ratio
+from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
+from offload.runs.training_run import Progress, RunSummary, TrainingRun
+from offload.runs.warm_up import warm_up
+from offload.storage.engine import Engine
+
+
+def run_training(
+    config: Config,
+    *,
+    run_dir: str | Path | None = None,
+    resume: Resume = None,
+    progress: Progress | None = None,
+) -> TrainResult:
+    """Trains as `config` says and returns what was reached.
+
+    Args:
+        config: Of the run; with `offload = false` everything stays in memory.
+        run_dir: A new directory, or an existing one with `resume`; None makes one.
+        resume: `auto`, or the directory of a run with a complete commit.
+        progress: Called with the metrics of each step when its line is written.
+
+    Raises:
+        ConfigError: The config, a path or the data is wrong; nothing was written.
+        PlanError: The run does not fit; nothing was written.
+    """
+    directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
+    if directory.is_resumed:
+        _require_resumable(config, directory)
+    plan = plan_run(config, store=directory.store)
+    plan.require_fit()
+    text = _open_text(config)
+    directory.prepare(config, plan=plan.to_json())
+    machine = _probe(config, plan, directory) if config.offload else None
+    warm_up(config)
+    summary = TrainingRun(
+        config=config,
+        directory=directory,
+        plan=plan,
+        machine=machine,
+        text=text,
+        progress=progress,
+    ).execute()
+    result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
+    directory.write_result(result.to_json())
+    return result
+
+
+def _require_resumable(config: Config, directory: RunDirectory) -> None:
+    if not config.offload:
+        raise ConfigError(
+            f"cannot resume the run in `{directory.path}` with `offload = false`: expected "
+            "`offload = true`, as only an offloaded run has a store; leave it out"
+        )
+    require_compatible(config, previous=directory.path / CONFIG_FILE)
+
+
+def _open_text(config: Config) -> Text:
+    text = open_text(
+        config.data.source,
+        files=config.data.files,
+        validation_fraction=config.data.validation_fraction,
+    )
+    text.check(context=config.model.context)
+    return text
+
+
+def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
+    assert plan.host is not None  # as is the next: this run is offloaded
+    assert plan.storage is not None
+    dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
+    with Engine(block_bytes=BLOCK_BYTES) as engine:
+        return probe_machine(
+            directory.store.parent,
+            engine=engine,
+            kernels=load_kernels(),
+            codec=config.optimizer.codec,
+            dtype=max(dtypes, key=dtypes.count, default="bfloat16"),
+            size=ProbeSize.within(
+                host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
+            ),
+        )
+
+
+def _result(
+    config: Config,
+    *,
+    directory: RunDirectory,
+    plan: RunPlan,
+    machine: Machine | None,
+    summary: RunSummary,
+) -> TrainResult:
+    recorder, stats = summary.recorder, summary.stats
+    medians = StepMedians.of(recorder.steps)
+    update_s = (
+        update_bound_s(machine, plan.traffic, num_parameters=recorder.num_parameters)
+        if machine is not None
+        else None
+    )
+    losses = [step.loss for step in recorder.steps]
+    return TrainResult(
+        run_dir=str(directory.path),
+        store=str(directory.store) if config.offload else None,
+        steps=summary.done,
+        first_step=summary.first_step,
+        stopped_by=summary.stopped_by,
+        skipped_steps=sum(step.skipped for step in recorder.steps),
+        loss=losses[-1] if losses else None,
+        losses=losses,
+        validation_loss_before=summary.loss_before,
+        validation_loss_after=summary.loss_after,
+        state_digest=summary.digest,
+        parameters=plan.layout.num_parameters,
+        state_bytes=ModelBytes.of(plan.layout).state_bytes,
+        host_budget_bytes=config.tiers.host.memory if config.offload else None,
+        host_peak_bytes=stats.host_peak_bytes if config.offload else None,
+        device_budget_bytes=config.tiers.device.memory,
+        device_peak_bytes=stats.device_peak_bytes,
+        rss_baseline_bytes=summary.rss_baseline_bytes,
+        rss_peak_bytes=summary.rss_peak_bytes,
+        activation_peak_bytes=summary.activation_bytes + _logits_bytes(config),
+        commit_bytes=stats.commit_bytes,
+        read_bytes_per_step=medians.read_bytes,
+        write_bytes_per_step=medians.write_bytes,
+        formula_read_bytes_per_step=plan.traffic.read_bytes,
+        formula_write_bytes_per_step=plan.traffic.write_bytes,
+        step_s=medians.step_s,
+        forward_s=medians.forward_s,
+        backward_s=medians.backward_s,
+        update_s=medians.update_s,
+        other_s=medians.other_s,
+        io_wait_s=medians.io_wait_s,
+        bound_s=medians.bound_s,
+        achieved_over_bound=ratio(medians.bound_s, medians.step_s),
+        update_bound_s=update_s,
+        update_achieved_over_bound=ratio(update_s, medians.update_s),
+        prefetch_hit_rate=recorder.prefetch_hit_rate,
+        tokens_per_s=medians.tokens_per_s,
+    )
+
+
+def _logits_bytes(config: Config) -> int:
+    """The workspace of logits and loss, which is known for built-in models only."""
+    if config.model.factory is not None:
+        return 0
+    return logits_workspace_bytes(
+        gpt_shape(config.model), batch=config.train.batch, length=config.model.context
+    )

@@ -1,0 +1,200 @@
+"""One process's part of a run: from its open session to the last commit."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from offload.config import Config
+from offload.plan.machine import Machine
+from offload.plan.run_plan import RunPlan
+from offload.runs.activations import ActivationMeter
+from offload.runs.commits import commit_metadata, restore
+from offload.runs.data import Text
+from offload.runs.interrupt import StopRequest
+from offload.runs.loop import TrainingLoop
+from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
+from offload.runs.model import build_model
+from offload.runs.phases import StepClock
+from offload.runs.recorder import StepFacts, StepRecorder
+from offload.runs.rss import RssMeter
+from offload.runs.run_directory import RunDirectory
+from offload.session import Session, SessionStats
+
+Progress = Callable[[StepMetrics], None]
+
+_LOG = logging.getLogger("offload.runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a process did of a run."""
+
+    first_step: int
+    done: int
+    """Steps done in all."""
+    stopped_by: str | None
+    loss_before: float
+    loss_after: float
+    digest: str
+    stats: SessionStats
+    rss_baseline_bytes: int
+    rss_peak_bytes: int
+    activation_bytes: int
+    recorder: StepRecorder
+
+
+class TrainingRun:
+    """Trains from the first step, or the last commit, until done or asked to stop."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        directory: RunDirectory,
+        plan: RunPlan,
+        machine: Machine | None,
+        text: Text,
+        progress: Progress | None,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._text = text
+        self._progress = progress
+        self._commits = config.offload and config.tiers.storage.durability == "commit"
+        self._committed: int | None = None
+        self._activations = ActivationMeter()
+        self._rss = RssMeter()
+        self._recorder = StepRecorder(
+            tokens_per_step=config.train.batch * config.train.micro_steps * config.model.context,
+            traffic=plan.traffic,
+            num_parameters=plan.layout.trainable_elements,
+            machine=machine,
+        )
+
+    def execute(self) -> RunSummary:
+        """Runs to the end and closes the session."""
+        self._rss.start()
+        rss_baseline_bytes = self._rss.sample()
+        with StopRequest() as stop, self._session() as session:
+            loop = self._build(session)
+            first_step = self._restore(session) + 1
+            loss_before = loop.validate()
+            done = self._run_steps(first_step, loop, session, stop)
+            loss_after = loop.validate() if done >= first_step else loss_before
+            if self._commits and self._committed != done:
+                self._commit(done, session)
+            if done < self._config.train.steps:
+                self._report_stop(done, stop.signal_name)
+            return RunSummary(
+                first_step=first_step,
+                done=done,
+                stopped_by=stop.signal_name if done < self._config.train.steps else None,
+                loss_before=loss_before,
+                loss_after=loss_after,
+                digest=session.state_digest(),
+                stats=session.stats(),
+                rss_baseline_bytes=rss_baseline_bytes,
+                rss_peak_bytes=self._rss.peak_bytes,
+                activation_bytes=self._activations.peak_bytes,
+                recorder=self._recorder,
+            )
+
+    def _session(self) -> Session:
+        if not self._config.offload:
+            return Session(self._config)
+        return Session(self._config, store=self._directory.store, resume=self._directory.is_resumed)
+
+    def _build(self, session: Session) -> TrainingLoop:
+        options = self._config.optimizer
+        torch.manual_seed(self._config.train.seed)
+        with session.building():
+            model = build_model(self._config.model)
+        model = session.wrap(model)
+        model.train()
+        optimizer = session.AdamW(
+            model.parameters(),
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        return TrainingLoop(config=self._config, model=model, optimizer=optimizer, text=self._text)
+
+    def _restore(self, session: Session) -> int:
+        if not self._directory.is_resumed:
+            return 0
+        done = restore(session.metadata)
+        truncate_metrics(self._directory.metrics, step=done)
+        self._committed = done
+        return done
+
+    def _run_steps(
+        self, first_step: int, loop: TrainingLoop, session: Session, stop: StopRequest
+    ) -> int:
+        done = first_step - 1
+        with MetricsFile(self._directory.metrics) as metrics_file:
+            for step in range(first_step, self._config.train.steps + 1):
+                if stop.is_set:
+                    break
+                metrics = self._run_step(step, loop, session)
+                # Before the commit: a resume finds a line for every committed step.
+                metrics_file.append(metrics)
+                if self._progress is not None:
+                    self._progress(metrics)
+                done = step
+                if self._is_commit_due(step):
+                    self._commit(step, session)
+        return done
+
+    def _run_step(self, step: int, loop: TrainingLoop, session: Session) -> StepMetrics:
+        before = session.stats()
+        with self._counting_activations(loop):
+            clock = StepClock(read_io_wait_s=lambda: session.stats().io_wait_s)
+            outcome = loop.run_step(step, clock)
+            times = clock.stop()
+        after = session.stats()
+        rss_bytes = self._rss.sample()
+        return self._recorder.record(
+            StepFacts(
+                step=step,
+                outcome=outcome,
+                times=times,
+                before=before,
+                after=after,
+                rss_bytes=rss_bytes,
+                committed=self._committed,
+                validation_loss=loop.validate() if self._is_validation_due(step) else None,
+            )
+        )
+
+    def _counting_activations(self, loop: TrainingLoop) -> AbstractContextManager[None]:
+        # One step shows the peak; in the others autograd runs without our hooks below.
+        if self._recorder.steps:
+            return nullcontext()
+        return self._activations.counting(without=loop.model.parameters())
+
+    def _is_validation_due(self, step: int) -> bool:
+        every = self._config.train.eval_every
+        return every > 0 and step % every == 0
+
+    def _is_commit_due(self, step: int) -> bool:
+        every = self._config.tiers.storage.commit_every
+        return self._commits and every > 0 and step % every == 0
+
+    def _commit(self, step: int, session: Session) -> None:
+        session.commit(commit_metadata(step=step))
+        self._committed = step
+
+    def _report_stop(self, done: int, signal_name: str | None) -> None:
+        _LOG.warning(
+            "stopped by %s after step %d of %d; %s",
+            signal_name,
+            done,
+            self._config.train.steps,
+            f"committed: go on with `--run-dir {self._directory.path} --resume auto`"
+            if self._commits
+            else "nothing was committed",
+        )

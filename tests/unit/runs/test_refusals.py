@@ -1,0 +1,82 @@
+"""What a run refuses before it writes anything."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offload.config import load_config
+from offload.errors import ConfigError, PlanError
+from offload.runs.planning import plan_run
+from offload.runs.train import run_training
+
+SMALL = Path(__file__).parents[3] / "examples" / "small.toml"
+
+
+def config(*overrides):
+    source = ("data.source=files", f'data.files=["{argparse.__file__}"]')
+    return load_config(SMALL, [*source, *overrides])
+
+
+def assert_refused(tmp_path, error, match, *overrides):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=match):
+        run_training(config(*overrides), run_dir=tmp_path / "run")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_budget_below_the_smallest_names_it_and_the_smallest_fits(tmp_path):
+    smallest = plan_run(config()).to_json()["smallest"]["host_memory"]
+
+    assert_refused(tmp_path, PlanError, str(smallest), f"tiers.host.memory={smallest - 1}")
+    assert plan_run(config(f"tiers.host.memory={smallest}")).fits
+
+
+def test_a_missing_storage_path_is_named(tmp_path):
+    path = tmp_path / "absent"
+
+    assert_refused(tmp_path, ConfigError, str(path), f'tiers.storage.paths=["{path}"]')
+
+
+def test_a_file_as_storage_path_is_named(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+
+    assert_refused(tmp_path, ConfigError, str(path), f'tiers.storage.paths=["{path}"]')
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    # Root may write anywhere: what the system would answer others is given here.
+    monkeypatch.setattr("offload.runs.planning.os.access", lambda *_: False)
+
+    assert_refused(tmp_path, ConfigError, str(tmp_path))
+
+
+def test_too_little_free_space_is_refused_with_both_figures(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr("offload.runs.planning.shutil.disk_usage", lambda _: usage)
+
+    assert_refused(tmp_path, PlanError, r"found 1000000 bytes")
+
+
+def test_a_capacity_below_the_need_is_refused(tmp_path):
+    assert_refused(tmp_path, PlanError, r"tiers\.storage\.capacity", "tiers.storage.capacity=1MiB")
+
+
+def test_data_that_is_missing_or_too_short_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"x" * 100)
+
+    assert_refused(tmp_path, ConfigError, "absent", 'data.files=["/absent"]')
+    assert_refused(tmp_path, ConfigError, "at least 65 bytes", f'data.files=["{short}"]')
+
+
+def test_a_factory_that_cannot_be_found_is_named(tmp_path):
+    assert_refused(
+        tmp_path,
+        ConfigError,
+        "absent_module:make",
+        "model.kind=factory",
+        "model.factory=absent_module:make",
+    )
