@@ -89,7 +89,8 @@ class Residency:
     def release_hold(self, index: int, *, evict: bool) -> None:
         """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
 
-        A unit whose next predicted use comes at once, in the same pass, stays.
+        A unit whose next predicted use comes at once, in the same pass, stays. The slot that came
+        free takes what comes next: in a forward's end the same unit again, for backward.
         """
         unit = self.units[index]
         unit.num_holds -= 1
@@ -97,6 +98,7 @@ class Residency:
             following = self.trace.next_access()
             if following != Access(unit=index, is_backward=False):
                 self.evict(unit)
+                self.prefetch()
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
