@@ -10,7 +10,7 @@ from parity.models import CheckpointedModel, batch, build, loss_of
 from parity.oracle import same_bits
 from parity.sessions import open_session
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import offload.plan.host
 
@@ -85,7 +85,7 @@ def test_dropout_inside_a_checkpoint_is_drawn_again(tmp_path, reentrant):
     def train(model):
         torch.manual_seed(7)
         inputs, targets = batch(0)
-        loss = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+        loss = functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
         loss.backward()
         return [loss, *(p.grad.clone() for p in model.parameters())]
 

@@ -26,7 +26,9 @@ class Tree(nn.Module):
 
 
 def test_each_element_of_a_module_list_is_a_unit_and_what_is_left_one_per_module():
-    model = Tree(tokens=nn.Embedding(8, 4), blocks=nn.ModuleList([linear(), linear()]), head=linear())
+    model = Tree(
+        tokens=nn.Embedding(8, 4), blocks=nn.ModuleList([linear(), linear()]), head=linear()
+    )
 
     assert names_of(model) == {
         "tokens": ["tokens.weight"],
