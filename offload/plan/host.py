@@ -39,14 +39,19 @@ class HostPlan:
     """The smallest budget with which this model and these placements run."""
 
     @property
+    def buffer_bytes(self) -> int:
+        """Of what of one record is on storage: state, parameters, or both."""
+        return self.state_buffer_bytes + self.parameter_buffer_bytes
+
+    @property
     def planned_bytes(self) -> int:
         return (
             self.gradient_bytes
             + self.resident_parameter_bytes
             + self.resident_state_bytes
             + self.slot_bytes * self.num_slots
-            + self.state_buffer_bytes * (self.num_buffers + self.num_cached)
-            + self.parameter_buffer_bytes * self.num_buffers
+            + self.buffer_bytes * self.num_buffers
+            + self.state_buffer_bytes * self.num_cached
         )
 
     @property
