@@ -5,9 +5,9 @@ memory. Parameters, which are read and written for each record, are left out.
 """
 
 import pytest
+from unit.optim.test_pipeline import Harness
 
 from offload.policy import resolve_order
-from unit.optim.test_pipeline import Harness
 
 
 class Steps:
