@@ -48,8 +48,8 @@ class AdamW(torch.optim.Optimizer):
             be edited between steps.
 
     Raises:
-        ConfigError: A value is out of range, `amsgrad` or `maximize` is asked for, or a
-            parameter does not belong to a wrapped model.
+        ConfigError: A value is out of range, an option of torch's that this one lacks is asked
+            for, or a parameter does not belong to a wrapped model.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise ConfigError(_unknown_option(min(unknown)))
         self._engine = engine
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -77,7 +80,7 @@ class AdamW(torch.optim.Optimizer):
                     raise ConfigError(
                         f"cannot optimise parameter {index} of param_group "
                         f"{len(self.param_groups) - 1}, shape {tuple(parameter.shape)}: expected "
-                        "a trainable parameter of a wrapped model, found another tensor; call "
+                        "a parameter of a wrapped model, found another tensor; call "
                         "`session.wrap(model)` first and pass `model.parameters()` after it"
                     )
         except ConfigError:
@@ -148,7 +151,11 @@ def _check_options(group: dict[str, Any]) -> None:
     known = {"params", "param_names", "lr", "betas", "eps", "weight_decay", "initial_lr"}
     unknown = sorted(group.keys() - known)
     if unknown:
-        raise ConfigError(
-            f"cannot make AdamW with option `{unknown[0]}`: expected some of lr, betas, eps, "
-            "weight_decay; leave it out"
-        )
+        raise ConfigError(_unknown_option(unknown[0]))
+
+
+def _unknown_option(name: str) -> str:
+    return (
+        f"cannot make AdamW with option `{name}`: expected some of `lr`, `betas`, `eps`, "
+        f"`weight_decay`, found `{name}`; leave it out"
+    )

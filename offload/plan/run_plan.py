@@ -8,7 +8,7 @@ from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
 from offload.plan.storage import StoragePlan
-from offload.plan.traffic import StepTraffic
+from offload.plan.traffic import ModelBytes, StepTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class RunPlan:
             },
             "policy": self.policy,
             "parameters": self.layout.num_parameters,
-            "state_bytes": self.layout.state_bytes,
+            "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
             "machine": self.machine.to_json() if self.machine else None,
         }

@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
-from offload.optim.kernels import load_kernels
-from offload.storage.engine import Engine
 
 from offload._native import aio as native_aio
 from offload._native import optim as native_optim
+from offload.optim.kernels import load_kernels
 from offload.runs.checks import Check, guarded
 from offload.sizes import MIB, format_size
+from offload.storage.engine import Engine
 
 _MIN_FILES = 1024
 _MIN_LOCKED_BYTES = 64 * MIB

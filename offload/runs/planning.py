@@ -101,6 +101,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         optimizer=_placement(config.policy.optimizer),
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
+        prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
     )
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from offload.errors import StoreError
-from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
+from offload.layout import ParameterFacts, build_layout, section_kinds
 from offload.memory import memory_of, trim_heap
+from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
@@ -58,14 +59,6 @@ class WrapOptions:
     is_training: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """What a commit says of the optimizer."""
-
-    steps: dict[str, int]
-    completed_steps: int
-
-
 class WrappedModel:
     """Keeps a model's parameters, gradients and optimizer state in their tiers.
 
@@ -83,12 +76,12 @@ class WrappedModel:
         kernels: Kernels,
         order: Order,
         building: Building | None = None,
-        resume: ResumePoint | None = None,
+        resume: CommitHead | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
-        self.completed_steps = resume.completed_steps if resume else 0
+        self.completed_steps = resume.step if resume else 0
         self.update_s = 0.0
         self.commit_record_bytes = 0
         self.digest_read_bytes = 0
@@ -96,6 +89,7 @@ class WrappedModel:
         self._kernels = kernels
         self._order = order
         self._building = building
+        self._resume = resume
         self._is_resumed = resume is not None
         self._failure: BaseException | None = None
         self._names: dict[int, str] = {}
@@ -136,8 +130,8 @@ class WrappedModel:
     # What the optimizer asks.
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """Returns the name of a trainable parameter of this model, or None."""
-        if not self.options.is_training or not parameter.requires_grad:
+        """Returns the name of a parameter of this model, or None."""
+        if not self.options.is_training:
             return None
         return self._names.get(id(parameter))
 
@@ -200,13 +194,12 @@ class WrappedModel:
         self._write_dirty()
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
-            {
-                "step": self.completed_steps,
-                "layout": self.layout.to_json(),
-                "steps": self.steps,
-                "optimizer": "adamw",
-                "metadata": dict(metadata),
-            }
+            CommitHead(
+                step=self.completed_steps,
+                layout=self.layout,
+                steps=self.steps,
+                metadata=dict(metadata),
+            ).to_json()
         )
 
     def state_digest(self) -> str:
@@ -240,9 +233,9 @@ class WrappedModel:
     # Steps of opening.
 
     def _require_same_layout(self) -> None:
-        if not self._is_resumed or self._store is None or self._store.head is None:
+        if self._resume is None or self._store is None:
             return
-        stored = ModelLayout.from_json(self._store.head["layout"])
+        stored = self._resume.layout
         if stored != self.layout:
             raise StoreError(
                 f"cannot resume from store `{self._store.root}`: expected the model that it "
@@ -261,6 +254,7 @@ class WrappedModel:
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
             co_resident_units=discovered.co_resident_units,
+            prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
         )
