@@ -12,7 +12,7 @@ import torch
 from offload.errors import OffloadError
 from offload.layout import ModelLayout, Record, Subgroup
 from offload.memory import storage_over
-from offload.optim.kernels import AdamWOperands, AdamWRange, AdamWScalars, Kernels
+from offload.optim.kernels import Kernels, Operands, Range, Scalars
 from offload.optim.window import RecordBuffer, Window, parameter_view
 from offload.storage.store import BlockStore
 
@@ -25,7 +25,7 @@ class ParameterUpdate:
         scales: Factors pending on the gradient, applied in the pass.
     """
 
-    scalars: AdamWScalars
+    scalars: Scalars
     scales: tuple[float, ...]
 
 
@@ -191,13 +191,13 @@ class UpdatePipeline:
             operands = self._operands(current, subgroup)
             self._honour_edits(subgroup, operands, current.record)
             for scales, ranges in self._ranges(subgroup, updates).items():
-                self._kernels.adamw(operands, ranges, gradient_scales=scales)
+                self._kernels.update(operands, ranges, gradient_scales=scales)
         if self._state.records is not None:
             self._state.dirty.add(state_key(current.record))
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in current.record.subgroups)
 
-    def _operands(self, current: _InFlight, subgroup: Subgroup) -> AdamWOperands:
+    def _operands(self, current: _InFlight, subgroup: Subgroup) -> Operands:
         state, buffer = self._state, current.buffer
         shard = state.layout.shards[subgroup.shard]
         if state.parameters is not None:
@@ -215,16 +215,15 @@ class UpdatePipeline:
             name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
             for name, s in current.record.sections_of(subgroup).items()
         }
-        return AdamWOperands(
+        return Operands(
             parameter=parameter,
             gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
-            exp_avg=sections["exp_avg"],
-            exp_avg_sq=sections["exp_avg_sq"],
-            master_low=sections.get("master_low"),
-            master=sections.get("master"),
+            master_low=sections.pop("master_low", None),
+            master=sections.pop("master", None),
+            state=sections,
         )
 
-    def _honour_edits(self, subgroup: Subgroup, operands: AdamWOperands, record: Record) -> None:
+    def _honour_edits(self, subgroup: Subgroup, operands: Operands, record: Record) -> None:
         """Makes the master equal to the parameter where there is none yet or the user edited it."""
         is_new = operands.master is not None and self._is_new(record)
         for placed in self._state.layout.parameters_in(subgroup):
@@ -239,9 +238,9 @@ class UpdatePipeline:
 
     def _ranges(
         self, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
-    ) -> dict[tuple[float, ...], list[AdamWRange]]:
+    ) -> dict[tuple[float, ...], list[Range]]:
         """Returns the ranges that are updated, by the factors pending on their gradients."""
-        ranges: dict[tuple[float, ...], list[AdamWRange]] = {}
+        ranges: dict[tuple[float, ...], list[Range]] = {}
         for placed in self._state.layout.parameters_in(subgroup):
             update = updates.get(placed.facts.name)
             if update is None:
@@ -250,7 +249,7 @@ class UpdatePipeline:
             stop = min(placed.stop, subgroup.stop) - subgroup.start
             if stop > start:
                 ranges.setdefault(update.scales, []).append(
-                    AdamWRange(start=start, stop=stop, scalars=update.scalars)
+                    Range(start=start, stop=stop, scalars=update.scalars)
                 )
         return ranges
 

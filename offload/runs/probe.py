@@ -9,7 +9,7 @@ import torch
 
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.layout import DTYPES, section_kinds
-from offload.optim.kernels import AdamWOperands, AdamWRange, Kernels
+from offload.optim.kernels import Kernels, Operands, Range
 from offload.optim.scalars import adamw_scalars
 from offload.plan.machine import Machine, PathRates
 from offload.sizes import MIB
@@ -154,28 +154,27 @@ def _update_rate(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize) -
     num_elements = max(min(_UPDATE_ELEMENTS, size.memory_bytes // bytes_each), 1 << 16)
     operands = _operands(num_elements, codec=codec, dtype=dtype)
     scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
-    ranges = [AdamWRange(start=0, stop=num_elements, scalars=scalars)]
+    ranges = [Range(start=0, stop=num_elements, scalars=scalars)]
     best_s = float("inf")
     for _ in range(_UPDATE_ROUNDS):
         started_s = time.perf_counter()
-        kernels.adamw(operands, ranges)
+        kernels.update(operands, ranges)
         best_s = min(best_s, time.perf_counter() - started_s)
     return num_elements / best_s
 
 
-def _operands(num_elements: int, *, codec: str, dtype: str) -> AdamWOperands:
+def _operands(num_elements: int, *, codec: str, dtype: str) -> Operands:
     sections = {
         kind.name: torch.full((num_elements,), 1, dtype=getattr(torch, kind.dtype))
         for kind in section_kinds(codec, dtype)
     }
     element = getattr(torch, dtype)
-    return AdamWOperands(
+    return Operands(
         parameter=torch.ones(num_elements, dtype=element),
         gradient=torch.full((num_elements,), 0.5, dtype=element),
-        exp_avg=sections["exp_avg"],
-        exp_avg_sq=sections["exp_avg_sq"],
-        master_low=sections.get("master_low"),
-        master=sections.get("master"),
+        master_low=sections.pop("master_low", None),
+        master=sections.pop("master", None),
+        state=sections,
     )
 
 
