@@ -3,6 +3,7 @@
 from offload.layout.codec import (
     CODECS,
     RULES,
+    WHOLE_RULE,
     Codec,
     SectionKind,
     section_kinds,
@@ -27,6 +28,7 @@ __all__ = [
     "RECORD_ELEMENTS",
     "RULES",
     "TRANSFER_ALIGNMENT",
+    "WHOLE_RULE",
     "Codec",
     "DType",
     "FlatShard",

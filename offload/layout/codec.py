@@ -34,6 +34,10 @@ RULES: dict[str, tuple[str, ...]] = {
 """The state that each update rule keeps beside the master, fp32, by torch's names."""
 
 
+WHOLE_RULE = "muon"
+"""The rule of parameters that are updated as whole matrices."""
+
+
 class Codec(Protocol):
     """How master and state are encoded. A lossy codec is one more of these."""
 

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.layout import ModelLayout, Record, Subgroup
+from offload.layout import WHOLE_RULE, ModelLayout, Record, Subgroup
 from offload.memory import storage_over
 from offload.optim.kernels import Kernels, Operands, Range, Scalars
+from offload.optim.whole import WholeUpdate, update_whole
 from offload.optim.window import RecordBuffer, Window, parameter_view
 from offload.storage.store import BlockStore
 
@@ -23,10 +24,13 @@ class ParameterUpdate:
 
     Attributes:
         scales: Factors pending on the gradient, applied in the pass.
+        scalars: For the kernels.
+        whole: Instead, for a parameter that is laid out as a whole matrix.
     """
 
-    scalars: Scalars
     scales: tuple[float, ...]
+    scalars: Scalars = field(default_factory=Scalars)
+    whole: WholeUpdate | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,12 +194,25 @@ class UpdatePipeline:
         for subgroup in current.record.subgroups:
             operands = self._operands(current, subgroup)
             self._honour_edits(subgroup, operands, current.record)
+            if subgroup.is_whole:
+                self._update_whole(subgroup, operands, updates)
+                continue
             for scales, ranges in self._ranges(subgroup, updates).items():
                 self._kernels.update(operands, ranges, gradient_scales=scales)
         if self._state.records is not None:
             self._state.dirty.add(state_key(current.record))
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in current.record.subgroups)
+
+    def _update_whole(
+        self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]
+    ) -> None:
+        (placed,) = self._state.layout.parameters_in(subgroup)
+        update = updates.get(placed.facts.name)
+        if update is not None:
+            assert update.whole is not None
+            shape = placed.facts.shape
+            update_whole(operands, shape, update.whole, gradient_scales=update.scales)
 
     def _operands(self, current: _InFlight, subgroup: Subgroup) -> Operands:
         state, buffer = self._state, current.buffer
@@ -208,14 +225,16 @@ class UpdatePipeline:
             parameter = parameter_view(buffer.parameters[subgroup.name], subgroup, dtype)
         if state.records is not None:
             base = state.records[current.record.name]
-        else:
-            assert buffer is not None and buffer.state is not None
+        elif buffer is not None and buffer.state is not None:
             base = storage_over(buffer.state)
+        else:  # the rule keeps no state
+            base = torch.empty(0, dtype=torch.uint8)
         sections = {
             name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
             for name, s in current.record.sections_of(subgroup).items()
         }
         return Operands(
+            rule=WHOLE_RULE if subgroup.is_whole else state.layout.rule,
             parameter=parameter,
             gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
             master_low=sections.pop("master_low", None),

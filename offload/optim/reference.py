@@ -114,13 +114,13 @@ def _piece(o: Operands, start: int, stop: int) -> Operands:
 
 def _update(o: Operands, k: Scalars, factors: tuple[float, ...]) -> None:
     """docs/numerics.md: in that order."""
-    at = _Step(p=_load_master(o), g=_scaled(o.gradient, factors), state=dict(o.state))
+    at = _Step(p=load_master(o), g=scaled_gradient(o.gradient, factors), state=dict(o.state))
     if o.rule not in ("adamw", "lion") and k.w != 0.0:
         at.g = at.g + at.p * k.w
     _UPDATES[o.rule](at, k)
     for name, values in at.state.items():
         o.state[name].copy_(canonical(values))
-    _store_master(o, canonical(at.p))
+    store_master(o, canonical(at.p))
 
 
 def _adamw(at: _Step, k: Scalars) -> None:
@@ -187,20 +187,23 @@ def _sqrt(values: Tensor) -> Tensor:
     return values.to(torch.float64).sqrt().to(torch.float32)
 
 
-def _scaled(gradient: Tensor, factors: tuple[float, ...]) -> Tensor:
+def scaled_gradient(gradient: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """Returns the gradient in fp32, times each of the factors in order."""
     g = gradient.to(torch.float32)
     for factor in factors:
         g = g * factor
     return g
 
 
-def _load_master(o: Operands) -> Tensor:
+def load_master(o: Operands) -> Tensor:
+    """Returns the fp32 master, joined from its halves where it is split."""
     if o.master_low is not None:
         return join_master(o.parameter, o.master_low)
     return o.master if o.master is not None else o.parameter
 
 
-def _store_master(o: Operands, master: Tensor) -> None:
+def store_master(o: Operands, master: Tensor) -> None:
+    """Writes an fp32 master, its NaN canonical, and the parameter that it rounds to."""
     if o.master_low is not None:
         split = split_master(master)
         o.parameter.copy_(split.parameter)
@@ -218,11 +221,11 @@ def _measured(o: Operands, k: Scalars, factors: tuple[float, ...]) -> Statistics
     num_nonfinite = 0
     for start in range(0, o.parameter.numel(), PIECE_ELEMENTS):
         piece = o.part(start, min(start + PIECE_ELEMENTS, o.parameter.numel()))
-        gradient = _add_blocks(gradient, _scaled(piece.gradient, factors))
+        gradient = _add_blocks(gradient, scaled_gradient(piece.gradient, factors))
         num_nonfinite += _count_nonfinite(piece.gradient)
-        old = _load_master(piece).clone()
+        old = load_master(piece).clone()
         _update(piece, k, factors)
-        new = _load_master(piece)
+        new = load_master(piece)
         update = _add_blocks(update, new - old)
         parameter = _add_blocks(parameter, new)
     return Statistics(
@@ -237,7 +240,9 @@ def _count_nonfinite(values: Tensor) -> int:
 def _sum_of_squares(gradient: Tensor, factors: tuple[float, ...]) -> float:
     total = 0.0
     for start in range(0, gradient.numel(), PIECE_ELEMENTS):
-        total = _add_blocks(total, _scaled(gradient[start : start + PIECE_ELEMENTS], factors))
+        total = _add_blocks(
+            total, scaled_gradient(gradient[start : start + PIECE_ELEMENTS], factors)
+        )
     return total
 
 

@@ -13,7 +13,7 @@ class RecordBuffer:
     """One record in the window.
 
     Attributes:
-        state: Bytes of the record, padded; None where the state is resident.
+        state: Bytes of the record, padded; None where the state is resident or there is none.
         parameters: Bytes of each subgroup's parameters, padded; empty where they are resident.
     """
 
@@ -50,7 +50,7 @@ class Window:
             return None
         offset = 0
         state: memoryview | None = None
-        if self._holds_state:
+        if self._holds_state and record.num_bytes:
             state = slot.memory[: record.padded_bytes]
             offset = record.padded_bytes
         parameters: dict[str, memoryview] = {}
