@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.errors import ConfigError, StoreError
+from offload.layout import ModelLayout
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
@@ -18,6 +19,7 @@ from offload.optim.base import Parameters
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
 from offload.optim.muon import Muon
+from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
@@ -265,6 +267,7 @@ class Session:
             read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
             write_bytes=io.write_bytes - by_commits if io else 0,
             commit_bytes=io.commit_bytes + by_commits if io else 0,
+            cache_hit_bytes=wrapped.cache_hit_bytes,
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
             accesses=accesses,
@@ -305,6 +308,7 @@ class Session:
             engine=self._engine,
             capacity_bytes=tier.capacity,
             durability=tier.durability,
+            describe=self._describe_record,
         )
         if self._resume is False or (self._resume == "auto" and not has_commit(path)):
             self._store.create()
@@ -317,6 +321,18 @@ class Session:
         )
         self.metadata = dict(head["metadata"])
         self._committed_step = self._resume_point.completed_steps
+
+    def _describe_record(self, record: str) -> str:
+        """Returns which parameters a stored record holds, for messages."""
+        head = self._store.head if self._store is not None else None
+        if self._wrapped is not None:
+            layout = self._wrapped.layout
+        elif head is not None:
+            layout = ModelLayout.from_json(head["layout"])
+        else:
+            return "parameters of an unknown model"
+        names = parameters_by_record(layout).get(record)
+        return f"parameters {names}" if names else "no parameter of the model"
 
     def _wrap_options(self, training: bool) -> WrapOptions:
         config = self.config

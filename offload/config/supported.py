@@ -19,7 +19,7 @@ class Problem:
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "tiers.device.kind": ("cpu",),
     "policy.parameters": ("host", "storage"),
-    "policy.order": ("sequential",),
+    "policy.order": ("sequential", "alternating", "resident"),
     "policy.overlap": ("none",),
     "policy.striping": ("single",),
     "checkpoint.save_every": (0,),

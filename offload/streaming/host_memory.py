@@ -1,7 +1,11 @@
 """The host arena of a wrapped model, cut as its plan says."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 
+from offload.errors import BudgetError
 from offload.layout import ModelLayout
 from offload.memory import Arena, Budget, SlotPool, storage_over
 from offload.plan.host import HostPlan
@@ -15,8 +19,8 @@ class HostMemory:
     Attributes:
         gradients: Region of all accumulators.
         slots: Unit slots, or None where parameters are resident.
-        buffers: Record buffers, or None where there is nothing to move.
-        scratch: Memory for reading state outside an update: the larger of slots and buffers.
+        states: Slots of records, in the window and cached; None where the state is resident.
+        parameters: Slots of a record's parameters in the window; None where they are resident.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -27,13 +31,16 @@ class HostMemory:
         self._parameters = arena.take(plan.resident_parameter_bytes)
         self._state = arena.take(plan.resident_state_bytes)
         slots = arena.take(plan.slot_bytes * plan.num_slots)
-        window = arena.take(plan.buffer_bytes * plan.num_buffers)
+        states = arena.take(plan.state_buffer_bytes * (plan.num_buffers + plan.num_cached))
+        parameters = arena.take(plan.parameter_buffer_bytes * plan.num_buffers)
         self.budget.lease(plan.gradient_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
         self.slots = self._pool(slots, plan.slot_bytes, "unit slots")
-        self.buffers = self._pool(window, plan.buffer_bytes, "record buffers")
-        self.scratch = max(slots, window, key=len)
+        self.states = self._pool(states, plan.state_buffer_bytes, "records")
+        self.parameters = self._pool(
+            parameters, plan.parameter_buffer_bytes, "parameters of records"
+        )
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:
         """Returns the resident flat shards by name, each padded to the transfer alignment."""
@@ -57,6 +64,40 @@ class HostMemory:
             )
             offset += record.padded_bytes
         return records
+
+    @contextlib.contextmanager
+    def lend_scratch(
+        self, num_parameter_bytes: int, *, make_room: Callable[[], None]
+    ) -> Iterator[memoryview]:
+        """Lends memory for reading state outside an update; empty if all of it is resident.
+
+        Args:
+            num_parameter_bytes: Of the largest subgroup whose parameters live on storage. It fits
+                a slot; a buffer fits every record, and is taken where it fits both.
+            make_room: Called to give slots back where all are taken.
+
+        Raises:
+            BudgetError: All slots are held.
+        """
+        pool = self.states or self.parameters
+        if pool is None or pool.slot_bytes < num_parameter_bytes:
+            pool = self.slots
+        if pool is None:
+            yield memoryview(b"")
+            return
+        slot = pool.try_lease()
+        if slot is None:
+            make_room()
+            slot = pool.try_lease()
+        if slot is None:
+            raise BudgetError(
+                f"cannot read the state: all {pool.num_slots} slots are held, by calls that run "
+                "now or tensors that point into them; drop those, or raise `tiers.host.memory`"
+            )
+        try:
+            yield slot.memory
+        finally:
+            pool.release(slot)
 
     def _pool(self, region: memoryview, slot_bytes: int, purpose: str) -> SlotPool | None:
         if not len(region):
