@@ -8,13 +8,16 @@ from cffi import FFI
 DIRECTORY = Path(__file__).resolve().parent
 SOURCES = (
     "optim.c",
+    "gradients.c",
+    "memory.c",
     "kernels_scalar.c",
     "kernels_avx2.c",
     "kernels_avx512.c",
+    "kernels_neon.c",
     "cpu_features.c",
     "threads.c",
 )
-HEADERS = ("optim.h", "internal.h", "kernels_template.h")
+HEADERS = ("optim.h", "internal.h", "update_template.h", "gradient_template.h")
 DECLARATIONS = re.compile(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", re.DOTALL)
 
 

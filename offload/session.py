@@ -11,10 +11,16 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.errors import ConfigError, StoreError
-from offload.optim.adamw import AdamW, Parameters
+from offload.optim.adagrad import Adagrad
+from offload.optim.adam import Adam
+from offload.optim.adamw import AdamW
+from offload.optim.base import Parameters
 from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
+from offload.optim.lion import Lion
+from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
+from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
@@ -62,6 +68,9 @@ class Session:
         paths: Directories on drives; one in this version.
         policy: A preset's name, a file, or choices such as `{"parameters": "host"}`.
         offload: False keeps everything in memory and runs the same arithmetic.
+        optimizer: The optimizer for which state is planned, such as `"lion"`. One that needs no
+            more may be made instead; `"muon"` has to be named here, since it lays matrices out
+            apart.
         codec: `"split"` or `"fp32"`.
         gradient_dtype: `"parameter"` or `"float32"`.
         store: The store's directory; by default one in the first path.
@@ -81,6 +90,7 @@ class Session:
         paths: list[str] | list[Path] | None = None,
         policy: str | Mapping[str, Any] | None = None,
         offload: bool | None = None,
+        optimizer: str | None = None,
         codec: str | None = None,
         gradient_dtype: str | None = None,
         store: str | Path | None = None,
@@ -93,6 +103,7 @@ class Session:
             "tiers.storage.paths": None if paths is None else [str(p) for p in paths],
             "policy": policy,
             "offload": offload,
+            "optimizer.name": optimizer,
             "optimizer.codec": codec,
             "train.gradient_dtype": gradient_dtype,
         }
@@ -211,9 +222,7 @@ class Session:
         self._wrapped = wrapped
         return model
 
-    def AdamW(  # noqa: N802 - named as torch names it
-        self, params: Parameters, **options: Any
-    ) -> AdamW:
+    def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
         """Returns the optimizer of the wrapped model.
 
         Args:
@@ -221,6 +230,26 @@ class Session:
             options: `lr`, `betas`, `eps` and `weight_decay` as in `torch.optim.AdamW`.
         """
         return AdamW(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def Adam(self, params: Parameters, **options: Any) -> Adam:  # noqa: N802 - torch's name
+        """Returns the optimizer; options are those of `torch.optim.Adam`."""
+        return Adam(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def Adagrad(self, params: Parameters, **options: Any) -> Adagrad:  # noqa: N802 - torch's name
+        """Returns the optimizer; options are those of `torch.optim.Adagrad`."""
+        return Adagrad(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def Lion(self, params: Parameters, **options: Any) -> Lion:  # noqa: N802 - torch's name
+        """Returns the optimizer; options are `lr`, `betas` and `weight_decay`."""
+        return Lion(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def SGD(self, params: Parameters, **options: Any) -> SGD:  # noqa: N802 - torch's name
+        """Returns the optimizer; options are those of `torch.optim.SGD`."""
+        return SGD(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def Muon(self, params: Parameters, **options: Any) -> Muon:  # noqa: N802 - torch's name
+        """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
+        return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
 
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
         """Makes the state of now, with `metadata`, what a resume finds.
@@ -328,6 +357,8 @@ class Session:
             else "host",
             optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
             codec=config.optimizer.codec,
+            rule=config.optimizer.rule,
+            matrices=config.optimizer.whole_patterns,
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,

@@ -23,18 +23,26 @@ static uint64_t read_xcr0(void)
 static unsigned probe(void)
 {
 	unsigned eax, ebx, ecx, edx, features = 0;
+	unsigned has_f16c;
 	uint64_t xcr0;
 
 	if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE))
 		return 0;
+	has_f16c = ecx & bit_F16C;
 	xcr0 = read_xcr0();
 	if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
 		return 0;
-	if ((xcr0 & XCR0_YMM) == XCR0_YMM && (ebx & bit_AVX2))
+	if ((xcr0 & XCR0_YMM) == XCR0_YMM && (ebx & bit_AVX2) && has_f16c)
 		features |= OFL_OPTIM_FEATURE_AVX2;
 	if ((xcr0 & XCR0_ZMM) == XCR0_ZMM && (ebx & bit_AVX512F) && (ebx & bit_AVX512BW))
 		features |= OFL_OPTIM_FEATURE_AVX512;
 	return features;
+}
+#elif OFL_OPTIM_HAS_NEON
+/* Part of every 64-bit ARM core that runs a general operating system. */
+static unsigned probe(void)
+{
+	return OFL_OPTIM_FEATURE_NEON;
 }
 #else
 static unsigned probe(void)
@@ -64,6 +72,8 @@ static unsigned feature_of(const char *name, size_t length)
 		return OFL_OPTIM_FEATURE_AVX2;
 	if (length == 6 && memcmp(name, "avx512", 6) == 0)
 		return OFL_OPTIM_FEATURE_AVX512;
+	if (length == 4 && memcmp(name, "neon", 4) == 0)
+		return OFL_OPTIM_FEATURE_NEON;
 	return 0;
 }
 
@@ -100,6 +110,8 @@ int ofl_optim_variant_runs(int variant, unsigned features)
 		return (features & OFL_OPTIM_FEATURE_AVX2) != 0;
 	case OFL_OPTIM_AVX512:
 		return (features & both) == both;
+	case OFL_OPTIM_NEON:
+		return (features & OFL_OPTIM_FEATURE_NEON) != 0;
 	default:
 		return 0;
 	}
@@ -108,7 +120,7 @@ int ofl_optim_variant_runs(int variant, unsigned features)
 const char *ofl_optim_variant_name(int variant)
 {
 	static const char *const names[OFL_OPTIM_NUM_VARIANTS] = {"scalar", "avx2",
-								  "avx512"};
+								  "avx512", "neon"};
 
 	if (variant < 0 || variant >= OFL_OPTIM_NUM_VARIANTS)
 		return NULL;

@@ -1,32 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks arguments, picks the variant, cuts the work into slices and runs them on the
-// pool.
+// Updates: checks the operands, cuts the ranges into tasks and runs them on the pool.
 #include "internal.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
-struct variant {
-	ofl_optim_adamw_fn *adamw;
-	ofl_optim_norm_fn *norm;
-};
-
-static const struct variant variants[OFL_OPTIM_NUM_VARIANTS] = {
-	[OFL_OPTIM_SCALAR] = {ofl_optim_adamw_scalar, ofl_optim_norm_scalar},
+static const struct ofl_optim_variant *const variants[OFL_OPTIM_NUM_VARIANTS] = {
+	[OFL_OPTIM_SCALAR] = &ofl_optim_scalar,
 #if OFL_OPTIM_HAS_X86
-	[OFL_OPTIM_AVX2] = {ofl_optim_adamw_avx2, ofl_optim_norm_avx2},
-	[OFL_OPTIM_AVX512] = {ofl_optim_adamw_avx512, ofl_optim_norm_avx512},
+	[OFL_OPTIM_AVX2] = &ofl_optim_avx2,
+	[OFL_OPTIM_AVX512] = &ofl_optim_avx512,
+#endif
+#if OFL_OPTIM_HAS_NEON
+	[OFL_OPTIM_NEON] = &ofl_optim_neon,
 #endif
 };
 
-/* Returns 0 and sets *found, or -EINVAL, -ENOTSUP. */
-static int find_variant(int variant, const struct variant **found)
+int ofl_optim_find_variant(int variant, const struct ofl_optim_variant **found)
 {
 	if (variant < 0 || variant >= OFL_OPTIM_NUM_VARIANTS)
 		return -EINVAL;
 	if (!ofl_optim_variant_runs(variant, ofl_optim_cpu_features()))
 		return -ENOTSUP;
-	*found = &variants[variant];
+	*found = variants[variant];
 	return 0;
 }
 
@@ -35,36 +31,50 @@ static int is_array(const void *array, size_t itemsize)
 	return array && (uintptr_t)array % itemsize == 0;
 }
 
-static size_t dtype_itemsize(int dtype)
+static int is_dtype(int dtype)
 {
-	return dtype == OFL_OPTIM_BF16 ? sizeof(uint16_t) : sizeof(float);
+	return dtype == OFL_OPTIM_BF16 || dtype == OFL_OPTIM_F16 ||
+	       dtype == OFL_OPTIM_F32;
 }
 
-static int are_operands(const struct ofl_optim_adamw *o)
+static int is_master(const struct ofl_optim_operands *o)
 {
-	if (o->gradient_dtype != OFL_OPTIM_BF16 && o->gradient_dtype != OFL_OPTIM_F32)
-		return 0;
-	if (o->num_elements > SIZE_MAX / sizeof(float))
-		return 0;
-	if (!is_array(o->gradient, dtype_itemsize(o->gradient_dtype)) ||
-	    !is_array(o->exp_avg, sizeof(float)) ||
-	    !is_array(o->exp_avg_sq, sizeof(float)))
-		return 0;
 	switch (o->codec) {
 	case OFL_OPTIM_SPLIT:
-		return is_array(o->parameter, sizeof(uint16_t)) &&
+		return o->parameter_dtype == OFL_OPTIM_BF16 &&
 		       is_array(o->master, sizeof(int16_t));
 	case OFL_OPTIM_FP32:
-		return is_array(o->parameter, sizeof(uint16_t)) &&
+		return (o->parameter_dtype == OFL_OPTIM_BF16 ||
+			o->parameter_dtype == OFL_OPTIM_F16) &&
 		       is_array(o->master, sizeof(float));
 	case OFL_OPTIM_PARAMETER:
-		return is_array(o->parameter, sizeof(float));
+		return o->parameter_dtype == OFL_OPTIM_F32;
 	default:
 		return 0;
 	}
 }
 
-static int are_ranges(const struct ofl_optim_adamw_range *ranges, size_t num_ranges,
+static int is_state(const struct ofl_optim_operands *o)
+{
+	const int has_first = o->rule != OFL_OPTIM_SGD && o->rule != OFL_OPTIM_ADAGRAD;
+	const int has_second = o->rule == OFL_OPTIM_ADAMW || o->rule == OFL_OPTIM_ADAM ||
+			       o->rule == OFL_OPTIM_ADAGRAD;
+
+	return has_first == is_array(o->first, sizeof(float)) &&
+	       has_second == is_array(o->second, sizeof(float));
+}
+
+static int are_operands(const struct ofl_optim_operands *o)
+{
+	return o->rule >= 0 && o->rule < OFL_OPTIM_NUM_RULES &&
+	       is_dtype(o->gradient_dtype) && is_dtype(o->parameter_dtype) &&
+	       o->num_elements <= SIZE_MAX / sizeof(float) &&
+	       is_array(o->parameter, ofl_itemsize(o->parameter_dtype)) &&
+	       is_array(o->gradient, ofl_itemsize(o->gradient_dtype)) && is_master(o) &&
+	       is_state(o);
+}
+
+static int are_ranges(const struct ofl_optim_range *ranges, size_t num_ranges,
 		      uint64_t num_elements)
 {
 	uint64_t end = 0;
@@ -85,16 +95,16 @@ static int are_ranges(const struct ofl_optim_adamw_range *ranges, size_t num_ran
  */
 #define SLICE_ELEMENTS ((size_t)1 << 16)
 
-struct adamw_job {
-	ofl_optim_adamw_fn *run;
-	const struct ofl_optim_adamw *operands;
-	const struct ofl_optim_adamw_range *ranges;
+struct update_job {
+	ofl_optim_update_fn *run;
+	const struct ofl_optim_operands *operands;
+	const struct ofl_optim_range *ranges;
 	size_t num_ranges;
 	size_t start; /* the first range's, rounded down to whole slices */
 };
 
 /* The first range that ends after element i. */
-static size_t find_range(const struct adamw_job *job, size_t i)
+static size_t find_range(const struct update_job *job, size_t i)
 {
 	size_t low = 0, high = job->num_ranges;
 
@@ -109,14 +119,14 @@ static size_t find_range(const struct adamw_job *job, size_t i)
 	return low;
 }
 
-static void run_adamw(const void *argument, size_t task)
+static void run_update(const void *argument, size_t task)
 {
-	const struct adamw_job *job = argument;
+	const struct update_job *job = argument;
 	const size_t start = job->start + task * SLICE_ELEMENTS;
 	const size_t stop = start + SLICE_ELEMENTS;
 
 	for (size_t i = find_range(job, start); i < job->num_ranges; i++) {
-		const struct ofl_optim_adamw_range *range = &job->ranges[i];
+		const struct ofl_optim_range *range = &job->ranges[i];
 		const size_t from = range->start > start ? range->start : start;
 		const size_t to = range->stop < stop ? range->stop : stop;
 
@@ -127,162 +137,140 @@ static void run_adamw(const void *argument, size_t task)
 	}
 }
 
-int ofl_optim_adamw(struct ofl_optim_pool *pool, int variant,
-		    const struct ofl_optim_adamw *operands,
-		    const struct ofl_optim_adamw_range *ranges, size_t num_ranges)
+static void update_plainly(struct ofl_optim_pool *pool,
+			   const struct ofl_optim_variant *kernels,
+			   const struct ofl_optim_operands *operands,
+			   const struct ofl_optim_range *ranges, size_t num_ranges)
 {
-	const struct variant *kernels;
-	struct adamw_job job;
-	size_t stop;
-	int error = find_variant(variant, &kernels);
-
-	if (error)
-		return error;
-	if (!pool || !operands || (num_ranges && !ranges))
-		return -EINVAL;
-	if (operands->num_elements == 0 && are_ranges(ranges, num_ranges, 0))
-		return 0;
-	if (!are_operands(operands) ||
-	    !are_ranges(ranges, num_ranges, operands->num_elements))
-		return -EINVAL;
-	if (num_ranges == 0)
-		return 0;
-	job = (struct adamw_job){kernels->adamw, operands, ranges, num_ranges,
+	struct update_job job = {kernels->update, operands, ranges, num_ranges,
 				 ranges[0].start / SLICE_ELEMENTS * SLICE_ELEMENTS};
-	stop = ranges[num_ranges - 1].stop;
-	ofl_optim_pool_run(pool, run_adamw, &job,
+	const size_t stop = ranges[num_ranges - 1].stop;
+
+	ofl_optim_pool_run(pool, run_update, &job,
 			   (stop - job.start + SLICE_ELEMENTS - 1) / SLICE_ELEMENTS);
-	return 0;
 }
 
-/* One task adds the squares of so many blocks. */
+/* Norm blocks of one task of a pass with statistics. */
 #define BLOCKS_PER_TASK ((size_t)16)
 
-struct norm_job {
-	ofl_optim_norm_fn *run;
-	const struct ofl_optim_gradient *gradient;
-	const float *scales;
-	double *blocks;
+struct measured_job {
+	const struct ofl_optim_variant *kernels;
+	const struct ofl_optim_operands *operands;
+	const struct ofl_optim_range *range;
+	struct ofl_optim_statistics *blocks;
 	size_t num_blocks;
 };
 
-static void run_norm(const void *argument, size_t task)
+/* [Note: statistics from the cache] A block's operands are about 100 KB: they are read
+ * from memory once and then found in the cache, before and after the update. */
+static void measure_block(const struct measured_job *job, size_t start,
+			  size_t num_elements, struct ofl_optim_statistics *found)
 {
-	const struct norm_job *job = argument;
-	const struct ofl_optim_gradient *gradient = job->gradient;
-	const size_t itemsize = dtype_itemsize(gradient->dtype);
+	const struct ofl_optim_variant *kernels = job->kernels;
+	const struct ofl_optim_operands *o = job->operands;
+	const char *gradient =
+		(const char *)o->gradient + start * ofl_itemsize(o->gradient_dtype);
+	const float ones[2] = {1.0f, 1.0f};
+	float old[OFL_OPTIM_NORM_BLOCK], new[OFL_OPTIM_NORM_BLOCK];
+
+	found->gradient =
+		kernels->norm(gradient, o->gradient_dtype, num_elements, o->scales);
+	found->num_nonfinite =
+		kernels->nonfinite(gradient, o->gradient_dtype, num_elements);
+	kernels->master(o, start, num_elements, old);
+	kernels->update(o, &job->range->scalars, start, start + num_elements);
+	kernels->master(o, start, num_elements, new);
+	found->parameter = kernels->norm(new, OFL_OPTIM_F32, num_elements, ones);
+	for (size_t i = 0; i < num_elements; i++)
+		new[i] = new[i] - old[i];
+	found->update = kernels->norm(new, OFL_OPTIM_F32, num_elements, ones);
+}
+
+static void run_measured(const void *argument, size_t task)
+{
+	const struct measured_job *job = argument;
 	size_t stop = (task + 1) * BLOCKS_PER_TASK;
 
 	if (stop > job->num_blocks)
 		stop = job->num_blocks;
 	for (size_t i = task * BLOCKS_PER_TASK; i < stop; i++) {
-		const size_t first = i * OFL_OPTIM_NORM_BLOCK;
-		const size_t rest = gradient->num_elements - first;
+		const size_t first = job->range->start + i * OFL_OPTIM_NORM_BLOCK;
+		const size_t rest = job->range->stop - first;
 
-		job->blocks[i] = job->run(
-			(const char *)gradient->data + first * itemsize, gradient->dtype,
-			rest < OFL_OPTIM_NORM_BLOCK ? rest : OFL_OPTIM_NORM_BLOCK,
-			job->scales);
+		measure_block(job, first,
+			      rest < OFL_OPTIM_NORM_BLOCK ? rest : OFL_OPTIM_NORM_BLOCK,
+			      &job->blocks[i]);
 	}
 }
 
-static size_t count_blocks(const struct ofl_optim_gradient *gradient)
+static size_t blocks_of(const struct ofl_optim_range *range)
 {
-	return gradient->num_elements / OFL_OPTIM_NORM_BLOCK +
-	       (gradient->num_elements % OFL_OPTIM_NORM_BLOCK != 0);
+	const size_t num_elements = range->stop - range->start;
+
+	return num_elements / OFL_OPTIM_NORM_BLOCK +
+	       (num_elements % OFL_OPTIM_NORM_BLOCK != 0);
 }
 
-static int are_gradients(const struct ofl_optim_gradient *gradients, size_t num_gradients)
+static int update_measured(struct ofl_optim_pool *pool,
+			   const struct ofl_optim_variant *kernels,
+			   const struct ofl_optim_operands *operands,
+			   const struct ofl_optim_range *ranges, size_t num_ranges,
+			   struct ofl_optim_statistics *statistics)
 {
-	for (size_t i = 0; i < num_gradients; i++) {
-		const struct ofl_optim_gradient *gradient = &gradients[i];
-
-		if (gradient->dtype != OFL_OPTIM_BF16 && gradient->dtype != OFL_OPTIM_F32)
-			return 0;
-		if (gradient->num_elements > SIZE_MAX / sizeof(float))
-			return 0;
-		if (gradient->num_elements &&
-		    !is_array(gradient->data, dtype_itemsize(gradient->dtype)))
-			return 0;
-	}
-	return 1;
-}
-
-int ofl_optim_sums_of_squares(struct ofl_optim_pool *pool, int variant,
-			      const struct ofl_optim_gradient *gradients,
-			      size_t num_gradients, const float scales[2], double *sums)
-{
-	const struct variant *kernels;
-	struct norm_job job;
+	struct measured_job job = {.kernels = kernels, .operands = operands};
 	size_t most_blocks = 0;
-	int error = find_variant(variant, &kernels);
 
-	if (error)
-		return error;
-	if (!pool || !scales || (num_gradients && (!gradients || !sums)) ||
-	    !are_gradients(gradients, num_gradients))
-		return -EINVAL;
-	for (size_t i = 0; i < num_gradients; i++)
-		if (count_blocks(&gradients[i]) > most_blocks)
-			most_blocks = count_blocks(&gradients[i]);
-	job = (struct norm_job){.run = kernels->norm, .scales = scales};
-	job.blocks = malloc((most_blocks + 1) * sizeof(*job.blocks));
+	for (size_t i = 0; i < num_ranges; i++)
+		if (blocks_of(&ranges[i]) > most_blocks)
+			most_blocks = blocks_of(&ranges[i]);
+	job.blocks = calloc(most_blocks + 1, sizeof(*job.blocks));
 	if (!job.blocks)
 		return -ENOMEM;
-	for (size_t i = 0; i < num_gradients; i++) {
-		job.gradient = &gradients[i];
-		job.num_blocks = count_blocks(&gradients[i]);
-		ofl_optim_pool_run(pool, run_norm, &job,
+	for (size_t i = 0; i < num_ranges; i++) {
+		struct ofl_optim_statistics sum = {0};
+
+		job.range = &ranges[i];
+		job.num_blocks = blocks_of(&ranges[i]);
+		ofl_optim_pool_run(pool, run_measured, &job,
 				   (job.num_blocks + BLOCKS_PER_TASK - 1) /
 					   BLOCKS_PER_TASK);
-		sums[i] = 0.0;
-		for (size_t j = 0; j < job.num_blocks; j++)
-			sums[i] += job.blocks[j];
+		for (size_t j = 0; j < job.num_blocks; j++) {
+			sum.gradient += job.blocks[j].gradient;
+			sum.update += job.blocks[j].update;
+			sum.parameter += job.blocks[j].parameter;
+			sum.num_nonfinite += job.blocks[j].num_nonfinite;
+		}
+		statistics[i] = sum;
 	}
 	free(job.blocks);
 	return 0;
 }
 
-struct copy_job {
-	unsigned char *dst;
-	const unsigned char *src;
-	size_t num_bytes;
-	size_t part_bytes;
-	int is_nontemporal;
-};
-
-static void run_copy(const void *argument, size_t task)
+int ofl_optim_update(struct ofl_optim_pool *pool, int variant,
+		     const struct ofl_optim_operands *operands,
+		     const struct ofl_optim_range *ranges, size_t num_ranges,
+		     struct ofl_optim_statistics *statistics)
 {
-	const struct copy_job *job = argument;
-	const size_t first = task * job->part_bytes;
-	const size_t rest = job->num_bytes - first;
-	const size_t length = rest < job->part_bytes ? rest : job->part_bytes;
+	const struct ofl_optim_variant *kernels;
+	int error = ofl_optim_find_variant(variant, &kernels);
 
-#if OFL_OPTIM_HAS_X86
-	if (job->is_nontemporal && (ofl_optim_cpu_features() & OFL_OPTIM_FEATURE_AVX2)) {
-		ofl_optim_copy_avx2(job->dst + first, job->src + first, length);
-		return;
-	}
-#endif
-	memcpy(job->dst + first, job->src + first, length);
-}
-
-int ofl_optim_copy(struct ofl_optim_pool *pool, void *dst, const void *src,
-		   size_t num_bytes, int is_nontemporal)
-{
-	struct copy_job job = {.dst = dst,
-			       .src = src,
-			       .num_bytes = num_bytes,
-			       .is_nontemporal = is_nontemporal};
-	size_t num_parts;
-
-	if (!pool || !dst || !src || (is_nontemporal && (uintptr_t)dst % 32))
+	if (error)
+		return error;
+	if (!pool || !operands || (num_ranges && !ranges) ||
+	    !are_ranges(ranges, num_ranges, operands->num_elements))
 		return -EINVAL;
-	if (num_bytes == 0)
+	if (num_ranges == 0)
 		return 0;
-	num_parts = (size_t)ofl_optim_pool_num_threads(pool);
-	job.part_bytes = (num_bytes / num_parts / 4096 + 1) * 4096;
-	ofl_optim_pool_run(pool, run_copy, &job,
-			   (num_bytes + job.part_bytes - 1) / job.part_bytes);
+	if (operands->num_elements == 0) {
+		if (statistics)
+			memset(statistics, 0, num_ranges * sizeof(*statistics));
+		return 0;
+	}
+	if (!are_operands(operands))
+		return -EINVAL;
+	if (statistics)
+		return update_measured(pool, kernels, operands, ranges, num_ranges,
+				       statistics);
+	update_plainly(pool, kernels, operands, ranges, num_ranges);
 	return 0;
 }

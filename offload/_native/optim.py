@@ -22,54 +22,51 @@ from offload.sizes import MIB
 DISABLE_VARIABLE = "OFFLOAD_DISABLE_CPU_FEATURES"
 CODECS = ("split", "fp32", "parameter")
 """How the master is encoded, in the C library's numbering."""
-DTYPES = ("bfloat16", "float32")
-"""Dtypes of gradients, in the C library's numbering."""
-
-
-class Scalars(Protocol):
-    """The scalars of one parameter's step; each is an fp32 value."""
-
-    @property
-    def c1(self) -> float: ...
-    @property
-    def c2(self) -> float: ...
-    @property
-    def b2(self) -> float: ...
-    @property
-    def q(self) -> float: ...
-    @property
-    def u(self) -> float: ...
-    @property
-    def r(self) -> float: ...
-    @property
-    def e(self) -> float: ...
+DTYPES = ("bfloat16", "float32", "float16")
+"""Dtypes of parameters and gradients, in the C library's numbering."""
+RULES = ("adamw", "adam", "lion", "sgd", "momentum", "adagrad")
+"""Update rules, in the C library's numbering."""
+SCALARS = ("b1", "c1", "b2", "c2", "q", "w", "u", "r", "e", "a", "is_nesterov")
+"""The fields of `struct ofl_optim_scalars`, in order."""
 
 
 class Range(Protocol):
-    """Elements `start` to `stop - 1` and their scalars."""
+    """Elements `start` to `stop - 1`, and `scalars` that has the fields `SCALARS`."""
 
     @property
     def start(self) -> int: ...
     @property
     def stop(self) -> int: ...
     @property
-    def scalars(self) -> Scalars: ...
+    def scalars(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWArrays:
-    """Addresses of one pass's operands, as `struct ofl_optim_adamw` describes them."""
+class UpdateArrays:
+    """Addresses of one pass's operands, as `struct ofl_optim_operands` describes them."""
 
+    rule: str
     codec: str
+    parameter_dtype: str
     gradient_dtype: str
     parameter: int
     master: int
     """`master_low`, the fp32 master, or 0, by codec."""
     gradient: int
-    exp_avg: int
-    exp_avg_sq: int
+    first: int
+    second: int
     num_elements: int
     scales: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsRow:
+    """What `struct ofl_optim_statistics` says of one range."""
+
+    gradient: float
+    update: float
+    parameter: float
+    num_nonfinite: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,28 +106,32 @@ def variants() -> tuple[str, ...]:
     return tuple(_name(n) for n in numbers if lib.ofl_optim_variant_runs(n, features))
 
 
-def adamw(variant: str, arrays: AdamWArrays, ranges: Sequence[Range], *, num_threads: int) -> None:
-    """Runs one fused AdamW pass; see `ofl_optim_adamw` in `optim.h`.
+def update(
+    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], *, num_threads: int
+) -> None:
+    """Runs one fused pass; see `ofl_optim_update` in `optim.h`.
 
     Raises:
         OSError: An argument is out of range (EINVAL) or the variant does not run here (ENOTSUP).
     """
-    ffi, lib = _extension().ffi, _extension().lib
-    operands = ffi.new("struct ofl_optim_adamw *")
-    operands.codec = CODECS.index(arrays.codec)
-    operands.gradient_dtype = DTYPES.index(arrays.gradient_dtype)
-    operands.parameter = ffi.cast("void *", arrays.parameter)
-    operands.master = ffi.cast("void *", arrays.master)
-    operands.gradient = ffi.cast("void *", arrays.gradient)
-    operands.exp_avg = ffi.cast("float *", arrays.exp_avg)
-    operands.exp_avg_sq = ffi.cast("float *", arrays.exp_avg_sq)
-    operands.num_elements = arrays.num_elements
-    operands.scales = arrays.scales
-    rows = [(r.start, r.stop, _scalars(r.scalars)) for r in ranges]
-    table = ffi.new("struct ofl_optim_adamw_range[]", rows)
-    pool = _pool(num_threads, os.getpid())
-    result = lib.ofl_optim_adamw(pool, _number(variant), operands, table, len(rows))
-    _raise_if(result, f"AdamW over {arrays.num_elements} elements, variant `{variant}`")
+    _update(variant, arrays, ranges, _extension().ffi.NULL, num_threads)
+
+
+def measured_update(
+    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], *, num_threads: int
+) -> list[StatisticsRow]:
+    """Runs one fused pass and returns the statistics of each range; see `update`."""
+    found = _extension().ffi.new("struct ofl_optim_statistics[]", len(ranges))
+    _update(variant, arrays, ranges, found, num_threads)
+    return [
+        StatisticsRow(
+            gradient=row.gradient,
+            update=row.update,
+            parameter=row.parameter,
+            num_nonfinite=row.num_nonfinite,
+        )
+        for row in found
+    ]
 
 
 def sums_of_squares(
@@ -146,17 +147,77 @@ def sums_of_squares(
         OSError: An argument is out of range (EINVAL) or the variant does not run here (ENOTSUP).
     """
     ffi, lib = _extension().ffi, _extension().lib
-    rows = [
-        (ffi.cast("void *", g.address), g.num_elements, DTYPES.index(g.dtype)) for g in gradients
-    ]
-    table = ffi.new("struct ofl_optim_gradient[]", rows)
-    sums = ffi.new("double[]", len(rows))
+    table = _gradient_table(gradients)
+    sums = ffi.new("double[]", len(gradients))
     pool = _pool(num_threads, os.getpid())
     result = lib.ofl_optim_sums_of_squares(
-        pool, _number(variant), table, len(rows), ffi.new("float[2]", scales), sums
+        pool, _number(variant), table, len(gradients), ffi.new("float[2]", scales), sums
     )
-    _raise_if(result, f"sums of squares of {len(rows)} gradients, variant `{variant}`")
+    _raise_if(result, f"sums of squares of {len(gradients)} gradients, variant `{variant}`")
     return list(sums)
+
+
+def count_nonfinite(
+    variant: str, gradients: Sequence[GradientArray], *, num_threads: int
+) -> list[int]:
+    """Returns how many elements of each are not finite; see `ofl_optim_count_nonfinite`.
+
+    Raises:
+        OSError: An argument is out of range (EINVAL) or the variant does not run here (ENOTSUP).
+    """
+    ffi, lib = _extension().ffi, _extension().lib
+    table = _gradient_table(gradients)
+    counts = ffi.new("uint64_t[]", len(gradients))
+    pool = _pool(num_threads, os.getpid())
+    for i in range(len(gradients)):
+        result = lib.ofl_optim_count_nonfinite(pool, _number(variant), table + i, counts + i)
+        _raise_if(result, f"counting values that are not finite, variant `{variant}`")
+    return list(counts)
+
+
+def accumulate(
+    variant: str, accumulator: GradientArray, gradient: GradientArray, *, num_threads: int
+) -> None:
+    """Adds `gradient` to `accumulator`; see `ofl_optim_accumulate`.
+
+    Raises:
+        OSError: An argument is out of range (EINVAL) or the variant does not run here (ENOTSUP).
+    """
+    ffi, lib = _extension().ffi, _extension().lib
+    result = lib.ofl_optim_accumulate(
+        _pool(num_threads, os.getpid()),
+        _number(variant),
+        ffi.cast("void *", accumulator.address),
+        DTYPES.index(accumulator.dtype),
+        _gradient_table([gradient]),
+    )
+    _raise_if(result, f"accumulating {gradient.num_elements} elements, variant `{variant}`")
+
+
+def copy(
+    *, target: int, source: int, num_bytes: int, is_nontemporal: bool, num_threads: int
+) -> None:
+    """Copies between two addresses; see `ofl_optim_copy`."""
+    ffi, lib = _extension().ffi, _extension().lib
+    result = lib.ofl_optim_copy(
+        _pool(num_threads, os.getpid()),
+        ffi.cast("void *", target),
+        ffi.cast("void *", source),
+        num_bytes,
+        is_nontemporal,
+    )
+    _raise_if(result, f"copying {num_bytes} bytes")
+
+
+def read(variant: str, *, source: int, num_bytes: int, num_threads: int) -> int:
+    """Reads memory and returns what it folds to; see `ofl_optim_read`."""
+    ffi, lib = _extension().ffi, _extension().lib
+    folded = ffi.new("uint64_t *")
+    pool = _pool(num_threads, os.getpid())
+    address = ffi.cast("void *", source)
+    result = lib.ofl_optim_read(pool, _number(variant), address, num_bytes, folded)
+    _raise_if(result, f"reading {num_bytes} bytes")
+    return int(folded[0])
 
 
 def copy_rate_bytes_per_s(
@@ -181,14 +242,17 @@ def copy_rate_bytes_per_s(
 def _copy_native(
     target: mmap.mmap, source: mmap.mmap, num_threads: int, is_nontemporal: bool
 ) -> float:
-    ffi, lib = _extension().ffi, _extension().lib
-    pool = _pool(num_threads, os.getpid())
+    ffi = _extension().ffi
     with ffi.from_buffer(target) as into, ffi.from_buffer(source) as data:
         start_ns = time.perf_counter_ns()
-        result = lib.ofl_optim_copy(pool, into, data, len(source), is_nontemporal)
-        elapsed_ns = time.perf_counter_ns() - start_ns
-    _raise_if(result, f"copying {len(source)} bytes")
-    return elapsed_ns / 1e9
+        copy(
+            target=int(ffi.cast("uintptr_t", into)),
+            source=int(ffi.cast("uintptr_t", data)),
+            num_bytes=len(source),
+            is_nontemporal=is_nontemporal,
+            num_threads=num_threads,
+        )
+        return (time.perf_counter_ns() - start_ns) / 1e9
 
 
 def _copy_pure(target: mmap.mmap, source: mmap.mmap, _threads: int, _nontemporal: bool) -> float:
@@ -198,27 +262,47 @@ def _copy_pure(target: mmap.mmap, source: mmap.mmap, _threads: int, _nontemporal
         return (time.perf_counter_ns() - start_ns) / 1e9
 
 
+def _update(
+    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], statistics: Any, num_threads: int
+) -> None:
+    ffi, lib = _extension().ffi, _extension().lib
+    operands = ffi.new("struct ofl_optim_operands *")
+    operands.rule = RULES.index(arrays.rule)
+    operands.codec = CODECS.index(arrays.codec)
+    operands.parameter_dtype = DTYPES.index(arrays.parameter_dtype)
+    operands.gradient_dtype = DTYPES.index(arrays.gradient_dtype)
+    operands.parameter = ffi.cast("void *", arrays.parameter)
+    operands.master = ffi.cast("void *", arrays.master)
+    operands.gradient = ffi.cast("void *", arrays.gradient)
+    operands.first = ffi.cast("float *", arrays.first)
+    operands.second = ffi.cast("float *", arrays.second)
+    operands.num_elements = arrays.num_elements
+    operands.scales = arrays.scales
+    rows = [(r.start, r.stop, [getattr(r.scalars, name) for name in SCALARS]) for r in ranges]
+    table = ffi.new("struct ofl_optim_range[]", rows)
+    pool = _pool(num_threads, os.getpid())
+    result = lib.ofl_optim_update(pool, _number(variant), operands, table, len(rows), statistics)
+    what = f"{arrays.rule} over {arrays.num_elements} elements, variant `{variant}`"
+    _raise_if(result, what)
+
+
+def _gradient_table(gradients: Sequence[GradientArray]) -> Any:
+    ffi = _extension().ffi
+    rows = [
+        (ffi.cast("void *", g.address), g.num_elements, DTYPES.index(g.dtype)) for g in gradients
+    ]
+    return ffi.new("struct ofl_optim_gradient[]", rows)
+
+
 def _disabled_features() -> int:
     names = os.environ.get(DISABLE_VARIABLE, "")
     mask = int(_extension().lib.ofl_optim_parse_features(names.encode()))
     if mask < 0:
         raise ConfigError(
-            f"cannot disable the CPU features `{names}`: expected names out of `avx2`, `avx512`, "
-            f"separated by commas; correct or unset `{DISABLE_VARIABLE}`"
+            f"cannot disable the CPU features `{names}`: expected names out of `avx2`, "
+            f"`avx512`, `neon`, separated by commas; correct or unset `{DISABLE_VARIABLE}`"
         )
     return mask
-
-
-def _scalars(scalars: Scalars) -> tuple[float, ...]:
-    return (
-        scalars.c1,
-        scalars.c2,
-        scalars.b2,
-        scalars.q,
-        scalars.u,
-        scalars.r,
-        scalars.e,
-    )
 
 
 def _name(number: int) -> str:

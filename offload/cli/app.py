@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from offload.cli.bench_optim import bench_optim
 from offload.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -36,6 +37,10 @@ config_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show configurations and their schema."
 )
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what this machine delivers."
+)
+app.add_typer(bench_app, name="bench")
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)
@@ -235,6 +240,9 @@ def schema(context: typer.Context, as_json: Json = False) -> None:
     from offload.config import Config
 
     _output(context, as_json).write_json(Config.json_schema())
+
+
+bench_app.command(name="optim")(bench_optim)
 
 
 def _output(context: typer.Context, as_json: bool) -> Output:

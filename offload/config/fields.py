@@ -54,6 +54,12 @@ Paths = Annotated[
     WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}),
 ]
 """A list of paths, or a single one."""
+Patterns = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_list),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}),
+]
+"""A list of glob patterns, or a single one."""
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
     BeforeValidator(_as_tuple),
@@ -65,4 +71,4 @@ NotNegative = Annotated[float, Field(ge=0)]
 DeviceKind = Literal["cpu", "cuda", "emulated"]
 Overlap = Literal["none", "forward", "backward", "both"]
 OrderName = Literal["sequential", "alternating", "resident"]
-OptimizerName = Literal["adamw", "adam", "adagrad", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adam", "adagrad", "lion", "sgd", "muon"]

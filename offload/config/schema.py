@@ -15,6 +15,7 @@ from offload.config.fields import (
     OrderName,
     Overlap,
     Paths,
+    Patterns,
     Section,
     Size,
 )
@@ -121,21 +122,41 @@ class OptimizerConfig(Section):
     """The optimizer, by torch's names and defaults."""
 
     name: OptimizerName = "adamw"
-    """The update rule."""
+    """The optimizer; `"muon"` updates matrices by Muon and all other parameters by AdamW."""
     lr: NotNegative = 1e-3
     """Learning rate after the warm-up."""
     warmup_steps: CountOrZero = 0
     """At step t, from 1, the learning rate is `lr * min(1, t / warmup_steps)`; 0 has no
     warm-up."""
     betas: Betas = (0.9, 0.999)
-    """Decay of the first and the second moment."""
+    """Decay of the first and the second moment. Not of `sgd` and `adagrad`."""
     eps: NotNegative = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of the second moment. Not of `lion` and `sgd`."""
     weight_decay: NotNegative = 1e-2
-    """Decoupled weight decay; it is multiplied by the learning rate."""
+    """Weight decay: multiplied by the learning rate and decoupled for `adamw`, `lion` and `muon`,
+    added to the gradient for the others."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Of `sgd` (0 where it is not set) and `muon` (0.95)."""
+    nesterov: bool | None = None
+    """Of `sgd` (false where it is not set) and `muon` (true)."""
+    matrices: Patterns = ("*",)
+    """Globs: those matrices within repeated blocks whose names match are updated by Muon. Only
+    with `name = "muon"`."""
     codec: Literal["split", "fp32"] = "split"
     """How the state is encoded, both without loss: `split` keeps the low half of the fp32 master
-    beside the bf16 parameter (10 bytes per parameter), `fp32` the whole master (12)."""
+    beside the bf16 parameter (with AdamW 10 bytes per parameter), `fp32` the whole master (12)."""
+
+    @property
+    def rule(self) -> str:
+        """The update rule of the kernels; with Muon of what is not a matrix."""
+        if self.name == "sgd":
+            return "momentum" if self.momentum else "sgd"
+        return "adamw" if self.name == "muon" else self.name
+
+    @property
+    def whole_patterns(self) -> tuple[str, ...]:
+        """Globs of the parameters that are updated as whole matrices."""
+        return self.matrices if self.name == "muon" else ()
 
 
 class DeviceTierConfig(Section):

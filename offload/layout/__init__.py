@@ -1,6 +1,14 @@
 """Where parameters and optimizer state lie: units, flat shards, subgroups, records. Pure data."""
 
-from offload.layout.codec import CODECS, SectionKind, section_kinds, state_bytes_per_element
+from offload.layout.codec import (
+    CODECS,
+    RULES,
+    WHOLE_RULE,
+    Codec,
+    SectionKind,
+    section_kinds,
+    state_bytes_per_element,
+)
 from offload.layout.dtypes import DTYPES, DType
 from offload.layout.model import RECORD_ELEMENTS, ModelLayout, build_layout
 from offload.layout.parameters import ParameterFacts, UnitFacts
@@ -18,7 +26,10 @@ __all__ = [
     "DTYPES",
     "PARAMETER_ALIGNMENT",
     "RECORD_ELEMENTS",
+    "RULES",
     "TRANSFER_ALIGNMENT",
+    "WHOLE_RULE",
+    "Codec",
     "DType",
     "FlatShard",
     "ModelLayout",

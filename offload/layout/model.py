@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from offload.errors import StoreError
+from offload.layout.codec import WHOLE_RULE
 from offload.layout.parameters import ParameterFacts, UnitFacts
 from offload.layout.records import Record, Subgroup, gather_records, split_shard
 from offload.layout.units import FlatShard, PlacedParameter, Unit, lay_out_unit
@@ -22,6 +23,10 @@ class ModelLayout:
     units: tuple[Unit, ...]
     codec: str
     record_elements: int
+    rule: str = "adamw"
+    """The update rule of all parameters but those in `whole`."""
+    whole: frozenset[str] = frozenset()
+    """Parameters that are updated as whole matrices."""
 
     @cached_property
     def shards(self) -> dict[str, FlatShard]:
@@ -31,7 +36,11 @@ class ModelLayout:
     def subgroups(self) -> dict[str, tuple[Subgroup, ...]]:
         """The subgroups of each flat shard, frozen ones too, by shard name."""
         return {
-            name: split_shard(shard, subgroup_elements=self.record_elements)
+            name: split_shard(
+                shard,
+                subgroup_elements=self.record_elements,
+                whole=self.whole if shard.is_trainable else frozenset(),
+            )
             for name, shard in self.shards.items()
         }
 
@@ -44,7 +53,9 @@ class ModelLayout:
             if shard.is_trainable
             for subgroup in self.subgroups[shard.name]
         ]
-        return gather_records(trainable, codec=self.codec, record_elements=self.record_elements)
+        return gather_records(
+            trainable, codec=self.codec, rule=self.rule, record_elements=self.record_elements
+        )
 
     @cached_property
     def parameters(self) -> dict[str, tuple[FlatShard, PlacedParameter]]:
@@ -74,6 +85,10 @@ class ModelLayout:
     def parameter_bytes(self) -> int:
         return sum(unit.num_bytes for unit in self.units)
 
+    def rule_of(self, name: str) -> str:
+        """Returns the update rule of the parameter called `name`."""
+        return WHOLE_RULE if name in self.whole else self.rule
+
     def parameters_in(self, subgroup: Subgroup) -> list[PlacedParameter]:
         """Returns the parameters that overlap `subgroup`, in the order of the shard."""
         return [
@@ -86,6 +101,8 @@ class ModelLayout:
         """Returns the layout as JSON values; `from_json` gives an equal one."""
         return {
             "codec": self.codec,
+            "rule": self.rule,
+            "whole": sorted(self.whole),
             "record_elements": self.record_elements,
             "units": [
                 {
@@ -130,7 +147,11 @@ class ModelLayout:
                 for unit in value["units"]
             ]
             layout = build_layout(
-                units, codec=str(value["codec"]), record_elements=int(value["record_elements"])
+                units,
+                codec=str(value["codec"]),
+                record_elements=int(value["record_elements"]),
+                rule=str(value["rule"]),
+                whole=frozenset(map(str, value["whole"])),
             )
             _ = layout.records  # an unknown codec or dtype shows here
             return layout
@@ -142,11 +163,25 @@ class ModelLayout:
 
 
 def build_layout(
-    units: Sequence[UnitFacts], *, codec: str, record_elements: int = RECORD_ELEMENTS
+    units: Sequence[UnitFacts],
+    *,
+    codec: str,
+    record_elements: int = RECORD_ELEMENTS,
+    rule: str = "adamw",
+    whole: frozenset[str] = frozenset(),
 ) -> ModelLayout:
-    """Returns the layout of a model whose units are `units`, in that order."""
+    """Returns the layout of a model whose units are `units`, in that order.
+
+    Args:
+        codec: How the optimizer state is encoded.
+        record_elements: Elements of a subgroup and of a record, at most about.
+        rule: The update rule.
+        whole: Parameters that are updated as whole matrices instead.
+    """
     return ModelLayout(
-        units=tuple(lay_out_unit(unit) for unit in units),
+        units=tuple(lay_out_unit(unit, whole=whole) for unit in units),
         codec=codec,
         record_elements=record_elements,
+        rule=rule,
+        whole=whole,
     )

@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from offload.layout.codec import section_kinds
+from offload.layout.codec import WHOLE_RULE, section_kinds
 from offload.layout.dtypes import DTYPES
-from offload.layout.units import PARAMETER_ALIGNMENT, TRANSFER_ALIGNMENT, FlatShard
+from offload.layout.units import (
+    PARAMETER_ALIGNMENT,
+    SUBGROUP_ALIGNMENT,
+    TRANSFER_ALIGNMENT,
+    FlatShard,
+)
 from offload.sizes import round_up
-
-SUBGROUP_ALIGNMENT = 4096
-"""Subgroups begin at multiples of this many elements, so that each starts at a transfer
-boundary of its flat shard for every itemsize."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Subgroup:
     start: int
     stop: int
     itemsize: int
+    is_whole: bool = False
+    """It holds one parameter that is updated as a whole matrix."""
 
     @property
     def name(self) -> str:
@@ -82,34 +85,70 @@ class Record:
         return {s.name: s for s in self.sections if s.subgroup == subgroup.name}
 
 
-def split_shard(shard: FlatShard, *, subgroup_elements: int) -> tuple[Subgroup, ...]:
-    """Returns the shard cut into even subgroups of at most about `subgroup_elements`."""
-    if shard.num_elements == 0:
-        return ()
-    count = -(-shard.num_elements // max(subgroup_elements, SUBGROUP_ALIGNMENT))
-    size = round_up(-(-shard.num_elements // count), SUBGROUP_ALIGNMENT)
-    return tuple(
-        Subgroup(
-            shard=shard.name,
-            index=index,
-            start=start,
-            stop=min(start + size, shard.num_elements),
-            itemsize=shard.itemsize,
-        )
-        for index, start in enumerate(range(0, shard.num_elements, size))
-    )
+def split_shard(
+    shard: FlatShard, *, subgroup_elements: int, whole: frozenset[str] = frozenset()
+) -> tuple[Subgroup, ...]:
+    """Returns the shard cut into even subgroups of at most about `subgroup_elements`.
+
+    A parameter named in `whole` is a subgroup of its own, however large.
+    """
+    subgroups: list[Subgroup] = []
+    for stretch in _stretches(shard, whole):
+        for start in range(stretch.start, stretch.stop, stretch.size(subgroup_elements)):
+            stop = min(start + stretch.size(subgroup_elements), stretch.stop)
+            subgroups.append(
+                Subgroup(
+                    shard=shard.name,
+                    index=len(subgroups),
+                    start=start,
+                    stop=stop,
+                    itemsize=shard.itemsize,
+                    is_whole=stretch.is_whole,
+                )
+            )
+    return tuple(subgroups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """A part of a shard that is cut by itself: one whole parameter, or what is between two."""
+
+    start: int
+    stop: int
+    is_whole: bool
+
+    def size(self, subgroup_elements: int) -> int:
+        num_elements = self.stop - self.start
+        if self.is_whole:
+            return num_elements
+        count = -(-num_elements // max(subgroup_elements, SUBGROUP_ALIGNMENT))
+        return round_up(-(-num_elements // count), SUBGROUP_ALIGNMENT)
+
+
+def _stretches(shard: FlatShard, whole: frozenset[str]) -> Iterator[_Stretch]:
+    end = 0
+    for placed in shard.parameters:
+        if placed.facts.name not in whole or not placed.facts.num_elements:
+            continue
+        if end < placed.start:
+            yield _Stretch(start=end, stop=placed.start, is_whole=False)
+        yield _Stretch(start=placed.start, stop=placed.stop, is_whole=True)
+        end = round_up(placed.stop, SUBGROUP_ALIGNMENT)
+    if end < shard.num_elements:
+        yield _Stretch(start=end, stop=shard.num_elements, is_whole=False)
 
 
 def gather_records(
-    subgroups: Sequence[tuple[Subgroup, str]], *, codec: str, record_elements: int
+    subgroups: Sequence[tuple[Subgroup, str]], *, codec: str, rule: str, record_elements: int
 ) -> tuple[Record, ...]:
     """Returns the records of trainable `subgroups` (each with its dtype), neighbours merged.
 
     Neighbours share a record while it holds at most `record_elements`, so that none is tiny.
+    Their state is that of `rule`, of whole matrices that of `muon`.
     """
     records: list[Record] = []
     for members in _merge(subgroups, limit=record_elements):
-        sections, num_bytes = _lay_out_sections(members, codec)
+        sections, num_bytes = _lay_out_sections(members, codec, rule)
         first = members[0][0].name
         name = first if len(members) == 1 else f"{first}+{len(members) - 1}"
         records.append(
@@ -139,12 +178,12 @@ def _merge(
 
 
 def _lay_out_sections(
-    members: Sequence[tuple[Subgroup, str]], codec: str
+    members: Sequence[tuple[Subgroup, str]], codec: str, rule: str
 ) -> tuple[tuple[Section, ...], int]:
     sections: list[Section] = []
     end = 0
     for subgroup, dtype in members:
-        for kind in section_kinds(codec, dtype):
+        for kind in section_kinds(codec, dtype, WHOLE_RULE if subgroup.is_whole else rule):
             start = round_up(end, PARAMETER_ALIGNMENT)
             sections.append(
                 Section(

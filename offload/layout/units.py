@@ -15,6 +15,11 @@ TRANSFER_ALIGNMENT = 4096
 """Shards and records start at multiples of this, so that O_DIRECT reaches them on any device."""
 
 
+SUBGROUP_ALIGNMENT = 4096
+"""Subgroups begin at multiples of this many elements, so that each starts at a transfer
+boundary of its flat shard for every itemsize."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedParameter:
     """A parameter and its element range in its flat shard."""
@@ -70,8 +75,11 @@ class Unit:
             yield from shard.parameters
 
 
-def lay_out_unit(facts: UnitFacts) -> Unit:
-    """Returns the unit with its parameters sorted into flat shards by dtype and trainability."""
+def lay_out_unit(facts: UnitFacts, *, whole: frozenset[str] = frozenset()) -> Unit:
+    """Returns the unit with its parameters sorted into flat shards by dtype and trainability.
+
+    A parameter named in `whole` begins and ends where a subgroup can.
+    """
     groups: dict[tuple[str, bool], list[ParameterFacts]] = {}
     for parameter in facts.parameters:
         groups.setdefault((parameter.dtype, parameter.is_trainable), []).append(parameter)
@@ -82,6 +90,7 @@ def lay_out_unit(facts: UnitFacts) -> Unit:
             _shard_name(facts.name, dtype, is_trainable, is_only=len(groups) == 1),
             members,
             offset_bytes=offset_bytes,
+            whole=whole,
         )
         shards.append(shard)
         offset_bytes += shard.padded_bytes
@@ -94,11 +103,17 @@ def _shard_name(unit: str, dtype: str, is_trainable: bool, *, is_only: bool) -> 
     return f"{unit}:{dtype}" if is_trainable else f"{unit}:{dtype}:frozen"
 
 
-def _lay_out_shard(name: str, members: list[ParameterFacts], *, offset_bytes: int) -> FlatShard:
-    align = PARAMETER_ALIGNMENT // members[0].itemsize
+def _lay_out_shard(
+    name: str, members: list[ParameterFacts], *, offset_bytes: int, whole: frozenset[str]
+) -> FlatShard:
     placed: list[PlacedParameter] = []
     end = 0
+    was_whole = False
     for facts in members:
+        is_whole = facts.name in whole
+        at_border = is_whole or was_whole
+        align = SUBGROUP_ALIGNMENT if at_border else PARAMETER_ALIGNMENT // facts.itemsize
+        was_whole = is_whole
         start = round_up(end, align)
         placed.append(PlacedParameter(facts=facts, start=start))
         end = start + facts.num_elements

@@ -2,8 +2,9 @@
 
 xxh3-128, little endian, over each parameter in code-point order of its name: name, 0x00; dtype as
 in safetensors, 0x00; number of dimensions u32; sizes u64; parameter bytes in C order; if it is
-trainable: its own step u64, the fp32 master, then exp_avg and exp_avg_sq, each as name, 0x00,
-fp32 bytes (zeros where there are none yet). At the end the number of completed steps u64.
+trainable: its own step u64, the fp32 master, then the state of its update rule in code-point order
+(such as exp_avg, exp_avg_sq), each as name, 0x00, fp32 bytes (zeros where there are none yet). At
+the end the number of completed steps u64.
 """
 
 import struct
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from offload.layout import DTYPES, ModelLayout, PlacedParameter, Record, Subgroup
+from offload.layout import DTYPES, RULES, ModelLayout, PlacedParameter, Record, Subgroup
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,7 +61,7 @@ def state_digest(
                 reader, record_of[subgroup.name], subgroup, start, stop, shard.dtype
             ):
                 _update(digest, part)
-        for section in ("exp_avg", "exp_avg_sq"):
+        for section in sorted(RULES[layout.rule_of(name)]):
             digest.update(section.encode() + b"\0")
             for subgroup, start, stop in pieces:
                 for part in _fp32(reader, record_of[subgroup.name], subgroup, section, start, stop):

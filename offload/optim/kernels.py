@@ -2,10 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from offload._native import optim as native
@@ -13,26 +12,40 @@ from offload._native.cpus import usable_cpus
 from offload.errors import ConfigError
 from offload.optim.operands import (
     GRADIENT_DTYPES,
-    AdamWOperands,
-    AdamWRange,
+    Operands,
+    Range,
+    Statistics,
+    check_accumulation,
     check_array,
     check_operands,
     check_ranges,
     gradient_factors,
 )
 from offload.optim.reference import TorchKernels
-from offload.optim.scalars import AdamWScalars, adamw_scalars
+from offload.optim.scalars import (
+    Scalars,
+    adagrad_scalars,
+    adam_scalars,
+    adamw_scalars,
+    lion_scalars,
+    sgd_scalars,
+)
 
 __all__ = [
-    "AdamWOperands",
-    "AdamWRange",
-    "AdamWScalars",
     "Kernels",
     "NativeKernels",
+    "Operands",
+    "Range",
+    "Scalars",
+    "Statistics",
     "TorchKernels",
+    "adagrad_scalars",
+    "adam_scalars",
     "adamw_scalars",
     "kernel_names",
+    "lion_scalars",
     "load_kernels",
+    "sgd_scalars",
 ]
 
 _logger = logging.getLogger("offload.optim")
@@ -46,16 +59,16 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """`avx512`, `avx2`, `scalar` or `torch`."""
+        """`avx512`, `avx2`, `neon`, `scalar` or `torch`."""
 
-    def adamw(
+    def update(
         self,
-        operands: AdamWOperands,
-        ranges: Sequence[AdamWRange],
+        operands: Operands,
+        ranges: Sequence[Range],
         *,
         gradient_scales: Sequence[float] = (),
     ) -> None:
-        """Carries out one AdamW step over `ranges`, in place.
+        """Carries out one step of `operands.rule` over `ranges`, in place.
 
         Args:
             operands: One subgroup's tensors. Autograd's version counters are left alone.
@@ -67,6 +80,15 @@ class Kernels(Protocol):
             ConfigError: An operand or a range is wrong; nothing was written.
         """
 
+    def measured_update(
+        self,
+        operands: Operands,
+        ranges: Sequence[Range],
+        *,
+        gradient_scales: Sequence[float] = (),
+    ) -> list[Statistics]:
+        """Does what `update` does and returns what it found in each range, in the same pass."""
+
     def sums_of_squares(
         self, gradients: Sequence[Tensor], *, scales: Sequence[float] = ()
     ) -> list[float]:
@@ -74,55 +96,87 @@ class Kernels(Protocol):
 
         Args:
             gradients: Each one parameter's, contiguous, on the CPU, of any shape.
-            scales: As `gradient_scales` of `adamw`.
+            scales: As `gradient_scales` of `update`.
 
         Raises:
             ConfigError: A gradient is not a plain array on the CPU.
         """
 
+    def count_nonfinite(self, gradients: Sequence[Tensor]) -> list[int]:
+        """Returns how many elements of each gradient are infinite or NaN.
+
+        Raises:
+            ConfigError: A gradient is not a plain array on the CPU.
+        """
+
+    def accumulate(self, accumulator: Tensor, gradient: Tensor) -> None:
+        """Adds `gradient` to `accumulator`: in fp32, rounded once to nearest even.
+
+        Shapes: As many elements, each contiguous, bf16, fp16 or fp32.
+
+        Raises:
+            ConfigError: One is not a plain array on the CPU, or their sizes differ.
+        """
+
 
 class NativeKernels:
-    """The compiled kernels of one variant, on `num_threads` threads of the library's own.
-
-    float16 parameters and gradients have no compiled kernel: the torch reference takes them.
-    """
+    """The compiled kernels of one variant, on `num_threads` threads of the library's own."""
 
     def __init__(self, variant: str, *, num_threads: int) -> None:
         self.name = variant
         self.num_threads = num_threads
-        self._reference = TorchKernels()
 
-    def adamw(
+    def update(
         self,
-        operands: AdamWOperands,
-        ranges: Sequence[AdamWRange],
+        operands: Operands,
+        ranges: Sequence[Range],
         *,
         gradient_scales: Sequence[float] = (),
     ) -> None:
-        """Carries out one AdamW step; see `Kernels.adamw`."""
-        if torch.float16 in (operands.parameter.dtype, operands.gradient.dtype):
-            self._reference.adamw(operands, ranges, gradient_scales=gradient_scales)
-            return
-        check_operands(operands)
-        check_ranges(ranges, operands.parameter.numel())
-        arrays = _arrays(operands, _two_factors(gradient_scales))
-        native.adamw(self.name, arrays, ranges, num_threads=self.num_threads)
+        """Carries out one step; see `Kernels.update`."""
+        arrays = _checked_arrays(operands, ranges, gradient_scales)
+        native.update(self.name, arrays, ranges, num_threads=self.num_threads)
+
+    def measured_update(
+        self,
+        operands: Operands,
+        ranges: Sequence[Range],
+        *,
+        gradient_scales: Sequence[float] = (),
+    ) -> list[Statistics]:
+        """Carries out one step and says what it found; see `Kernels.measured_update`."""
+        arrays = _checked_arrays(operands, ranges, gradient_scales)
+        rows = native.measured_update(self.name, arrays, ranges, num_threads=self.num_threads)
+        return [
+            Statistics(
+                gradient=row.gradient,
+                update=row.update,
+                parameter=row.parameter,
+                num_nonfinite=row.num_nonfinite,
+            )
+            for row in rows
+        ]
 
     def sums_of_squares(
         self, gradients: Sequence[Tensor], *, scales: Sequence[float] = ()
     ) -> list[float]:
         """Returns the float64 sum of squares of each gradient; see `Kernels.sums_of_squares`."""
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            return self._reference.sums_of_squares(gradients, scales=scales)
-        for gradient in gradients:
-            check_array("gradient", gradient, GRADIENT_DTYPES)
-        arrays = [
-            native.GradientArray(address=g.data_ptr(), num_elements=g.numel(), dtype=_dtype_name(g))
-            for g in gradients
-        ]
+        arrays = _gradient_arrays(gradients)
         return native.sums_of_squares(
             self.name, arrays, scales=_two_factors(scales), num_threads=self.num_threads
         )
+
+    def count_nonfinite(self, gradients: Sequence[Tensor]) -> list[int]:
+        """Returns how many elements are infinite or NaN; see `Kernels.count_nonfinite`."""
+        return native.count_nonfinite(
+            self.name, _gradient_arrays(gradients), num_threads=self.num_threads
+        )
+
+    def accumulate(self, accumulator: Tensor, gradient: Tensor) -> None:
+        """Adds a gradient; see `Kernels.accumulate`."""
+        check_accumulation(accumulator, gradient)
+        into, added = _gradient_arrays([accumulator, gradient])
+        native.accumulate(self.name, into, added, num_threads=self.num_threads)
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -134,7 +188,7 @@ def load_kernels(name: str = "auto", *, num_threads: int | None = None) -> Kerne
     """Returns the kernels called `name`; `auto` is the best that run here.
 
     Args:
-        name: `auto`, `avx512`, `avx2`, `scalar` or `torch`.
+        name: `auto`, `avx512`, `avx2`, `neon`, `scalar` or `torch`.
         num_threads: Threads of compiled kernels; by default the CPUs that the process may use.
 
     Raises:
@@ -158,19 +212,39 @@ def load_kernels(name: str = "auto", *, num_threads: int | None = None) -> Kerne
     return NativeKernels(chosen, num_threads=num_threads or usable_cpus())
 
 
-def _arrays(o: AdamWOperands, scales: tuple[float, float]) -> native.AdamWArrays:
+def _checked_arrays(
+    o: Operands, ranges: Sequence[Range], scales: Sequence[float]
+) -> native.UpdateArrays:
+    check_operands(o)
+    check_ranges(ranges, o.parameter.numel())
     master = o.master_low if o.master_low is not None else o.master
-    return native.AdamWArrays(
+    return native.UpdateArrays(
+        rule=o.rule,
         codec=o.codec,
+        parameter_dtype=_dtype_name(o.parameter),
         gradient_dtype=_dtype_name(o.gradient),
         parameter=o.parameter.data_ptr(),
         master=0 if master is None else master.data_ptr(),
         gradient=o.gradient.data_ptr(),
-        exp_avg=o.exp_avg.data_ptr(),
-        exp_avg_sq=o.exp_avg_sq.data_ptr(),
+        first=_address(o.state, "exp_avg", "momentum_buffer"),
+        second=_address(o.state, "exp_avg_sq", "sum"),
         num_elements=o.parameter.numel(),
-        scales=scales,
+        scales=_two_factors(scales),
     )
+
+
+def _address(state: Mapping[str, Tensor], *names: str) -> int:
+    """The address of the one of `names` that the state has, or 0."""
+    return next((state[name].data_ptr() for name in names if name in state), 0)
+
+
+def _gradient_arrays(gradients: Sequence[Tensor]) -> list[native.GradientArray]:
+    for gradient in gradients:
+        check_array("gradient", gradient, GRADIENT_DTYPES)
+    return [
+        native.GradientArray(address=g.data_ptr(), num_elements=g.numel(), dtype=_dtype_name(g))
+        for g in gradients
+    ]
 
 
 def _two_factors(scales: Sequence[float]) -> tuple[float, float]:

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.layout import ModelLayout, Record, Subgroup
+from offload.layout import WHOLE_RULE, ModelLayout, Record, Subgroup
 from offload.memory import storage_over
-from offload.optim.kernels import AdamWOperands, AdamWRange, AdamWScalars, Kernels
+from offload.optim.kernels import Kernels, Operands, Range, Scalars
+from offload.optim.whole import WholeUpdate, update_whole
 from offload.optim.window import RecordBuffer, Window, parameter_view
 from offload.storage.store import BlockStore
 
@@ -23,10 +24,13 @@ class ParameterUpdate:
 
     Attributes:
         scales: Factors pending on the gradient, applied in the pass.
+        scalars: For the kernels.
+        whole: Instead, for a parameter that is laid out as a whole matrix.
     """
 
-    scalars: AdamWScalars
     scales: tuple[float, ...]
+    scalars: Scalars = field(default_factory=Scalars)
+    whole: WholeUpdate | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,14 +209,27 @@ class UpdatePipeline:
         for subgroup in current.record.subgroups:
             operands = self._operands(current, subgroup)
             self._honour_edits(subgroup, operands, is_new=current.is_new)
+            if subgroup.is_whole:
+                self._update_whole(subgroup, operands, updates)
+                continue
             for scales, ranges in self._ranges(subgroup, updates).items():
-                self._kernels.adamw(operands, ranges, gradient_scales=scales)
+                self._kernels.update(operands, ranges, gradient_scales=scales)
         if self._state.records is not None:
             self._state.dirty.add(state_key(current.record))
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in current.record.subgroups)
 
-    def _operands(self, current: _InFlight, subgroup: Subgroup) -> AdamWOperands:
+    def _update_whole(
+        self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]
+    ) -> None:
+        (placed,) = self._state.layout.parameters_in(subgroup)
+        update = updates.get(placed.facts.name)
+        if update is not None:
+            assert update.whole is not None
+            shape = placed.facts.shape
+            update_whole(operands, shape, update.whole, gradient_scales=update.scales)
+
+    def _operands(self, current: _InFlight, subgroup: Subgroup) -> Operands:
         state, buffer = self._state, current.buffer
         shard = state.layout.shards[subgroup.shard]
         if state.parameters is not None:
@@ -223,23 +240,24 @@ class UpdatePipeline:
             parameter = parameter_view(buffer.parameters[subgroup.name], subgroup, dtype)
         if state.records is not None:
             base = state.records[current.record.name]
-        else:
-            assert buffer is not None and buffer.state is not None
+        elif buffer is not None and buffer.state is not None:
             base = storage_over(buffer.state)
+        else:  # the rule keeps no state
+            base = torch.empty(0, dtype=torch.uint8)
         sections = {
             name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
             for name, s in current.record.sections_of(subgroup).items()
         }
-        return AdamWOperands(
+        return Operands(
+            rule=WHOLE_RULE if subgroup.is_whole else state.layout.rule,
             parameter=parameter,
             gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
-            exp_avg=sections["exp_avg"],
-            exp_avg_sq=sections["exp_avg_sq"],
-            master_low=sections.get("master_low"),
-            master=sections.get("master"),
+            master_low=sections.pop("master_low", None),
+            master=sections.pop("master", None),
+            state=sections,
         )
 
-    def _honour_edits(self, subgroup: Subgroup, operands: AdamWOperands, *, is_new: bool) -> None:
+    def _honour_edits(self, subgroup: Subgroup, operands: Operands, *, is_new: bool) -> None:
         """Makes the master equal to the parameter where there is none yet or the user edited it."""
         for placed in self._state.layout.parameters_in(subgroup):
             if not is_new and placed.facts.name not in self._state.edited:
@@ -253,9 +271,9 @@ class UpdatePipeline:
 
     def _ranges(
         self, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
-    ) -> dict[tuple[float, ...], list[AdamWRange]]:
+    ) -> dict[tuple[float, ...], list[Range]]:
         """Returns the ranges that are updated, by the factors pending on their gradients."""
-        ranges: dict[tuple[float, ...], list[AdamWRange]] = {}
+        ranges: dict[tuple[float, ...], list[Range]] = {}
         for placed in self._state.layout.parameters_in(subgroup):
             update = updates.get(placed.facts.name)
             if update is None:
@@ -264,7 +282,7 @@ class UpdatePipeline:
             stop = min(placed.stop, subgroup.stop) - subgroup.start
             if stop > start:
                 ranges.setdefault(update.scales, []).append(
-                    AdamWRange(start=start, stop=stop, scalars=update.scalars)
+                    Range(start=start, stop=stop, scalars=update.scalars)
                 )
         return ranges
 

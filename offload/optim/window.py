@@ -14,6 +14,7 @@ class RecordBuffer:
 
     Attributes:
         state_slot: Its first bytes are the record's state, padded; None where that is resident.
+        state: The state in it; None where that is resident or the rule keeps none.
         parameter_slot: Holds what `parameters` show; None where parameters are resident.
         parameters: Bytes of each subgroup's parameters, padded; empty where they are resident.
     """
@@ -81,7 +82,9 @@ class Window:
         return RecordBuffer(
             state_slot=state_slot,
             parameter_slot=parameter_slot,
-            state=state_slot.memory[: record.padded_bytes] if state_slot else None,
+            state=state_slot.memory[: record.padded_bytes]
+            if state_slot and record.num_bytes
+            else None,
             parameters=_cut(record, parameter_slot) if parameter_slot else {},
         )
 

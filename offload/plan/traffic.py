@@ -78,7 +78,7 @@ class ModelBytes:
             every += num_bytes
             if not shard.is_trainable:
                 continue
-            kinds = section_kinds(layout.codec, shard.dtype)
+            kinds = section_kinds(layout.codec, shard.dtype, layout.rule_of(placed.facts.name))
             trainable += num_bytes
             state += placed.facts.num_elements * sum(kind.itemsize for kind in kinds)
             # A whole master in the state makes the old parameter superfluous.

@@ -15,7 +15,7 @@ from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.sizes import MIB
-from offload.streaming.discovery import DiscoveredModel, discover_units
+from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 
 BLOCK_BYTES = MIB
 """The block size of stores."""
@@ -33,7 +33,12 @@ def plan_run(config: Config, *, store: Path | None = None) -> RunPlan:
     """
     _require_writable_path(config, store)
     discovered = discover_units(build_meta_model(config.model))
-    layout = build_layout([unit.facts for unit in discovered.units], codec=config.optimizer.codec)
+    layout = build_layout(
+        [unit.facts for unit in discovered.units],
+        codec=config.optimizer.codec,
+        rule=config.optimizer.rule,
+        whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+    )
     host = _plan_host(config, layout, discovered) if config.offload else None
     return RunPlan(
         layout=layout,

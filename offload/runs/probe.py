@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from offload._native.optim import copy_rate_bytes_per_s
-from offload.layout import DTYPES, section_kinds
-from offload.optim.kernels import AdamWOperands, AdamWRange, Kernels
+from offload.layout import DTYPES, section_kinds, state_bytes_per_element
+from offload.optim.kernels import Kernels, Operands, Range
 from offload.optim.scalars import adamw_scalars
 from offload.plan.machine import Machine, PathRates
 from offload.sizes import MIB
@@ -47,7 +47,14 @@ class ProbeSize:
 
 
 def probe_machine(
-    directory: Path, *, engine: Engine, kernels: Kernels, codec: str, dtype: str, size: ProbeSize
+    directory: Path,
+    *,
+    engine: Engine,
+    kernels: Kernels,
+    codec: str,
+    dtype: str,
+    size: ProbeSize,
+    rule: str = "adamw",
 ) -> Machine:
     """Returns the rates of one path and of memory, measured now.
 
@@ -58,11 +65,14 @@ def probe_machine(
         codec: Of the optimizer state.
         dtype: Of most parameters.
         size: The most file and memory bytes to use.
+        rule: The update rule of most parameters.
     """
     return Machine(
         paths=(_probe_path(directory, engine, size),),
         copy_bytes_per_s=copy_rate_bytes_per_s(),
-        update_parameters_per_s=_update_rate(kernels, codec=codec, dtype=dtype, size=size),
+        update_parameters_per_s=_update_rate(
+            kernels, codec=codec, dtype=dtype, size=size, rule=rule
+        ),
     )
 
 
@@ -149,33 +159,33 @@ class _Request:
     buffer: torch.Tensor
 
 
-def _update_rate(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize) -> float:
-    bytes_each = 2 * DTYPES[dtype].itemsize + sum(k.itemsize for k in section_kinds(codec, dtype))
+def _update_rate(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize, rule: str) -> float:
+    bytes_each = 2 * DTYPES[dtype].itemsize + state_bytes_per_element(codec, dtype, rule)
     num_elements = max(min(_UPDATE_ELEMENTS, size.memory_bytes // bytes_each), 1 << 16)
-    operands = _operands(num_elements, codec=codec, dtype=dtype)
+    operands = _operands(num_elements, codec=codec, dtype=dtype, rule=rule)
     scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
-    ranges = [AdamWRange(start=0, stop=num_elements, scalars=scalars)]
+    ranges = [Range(start=0, stop=num_elements, scalars=scalars)]
     best_s = float("inf")
     for _ in range(_UPDATE_ROUNDS):
         started_s = time.perf_counter()
-        kernels.adamw(operands, ranges)
+        kernels.update(operands, ranges)
         best_s = min(best_s, time.perf_counter() - started_s)
     return num_elements / best_s
 
 
-def _operands(num_elements: int, *, codec: str, dtype: str) -> AdamWOperands:
+def _operands(num_elements: int, *, codec: str, dtype: str, rule: str) -> Operands:
     sections = {
         kind.name: torch.full((num_elements,), 1, dtype=getattr(torch, kind.dtype))
-        for kind in section_kinds(codec, dtype)
+        for kind in section_kinds(codec, dtype, rule)
     }
     element = getattr(torch, dtype)
-    return AdamWOperands(
+    return Operands(
+        rule=rule,
         parameter=torch.ones(num_elements, dtype=element),
         gradient=torch.full((num_elements,), 0.5, dtype=element),
-        exp_avg=sections["exp_avg"],
-        exp_avg_sq=sections["exp_avg_sq"],
-        master_low=sections.get("master_low"),
-        master=sections.get("master"),
+        master_low=sections.pop("master_low", None),
+        master=sections.pop("master", None),
+        state=sections,
     )
 
 

@@ -97,6 +97,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,
+            rule=config.optimizer.rule,
             dtype=max(dtypes, key=dtypes.count, default="bfloat16"),
             size=ProbeSize.within(
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes

@@ -17,6 +17,7 @@ from offload.runs.interrupt import StopRequest
 from offload.runs.loop import TrainingLoop
 from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
 from offload.runs.model import build_model
+from offload.runs.optimizer import make_optimizer
 from offload.runs.phases import StepClock
 from offload.runs.recorder import StepFacts, StepRecorder
 from offload.runs.rss import RssMeter
@@ -108,19 +109,12 @@ class TrainingRun:
         return Session(self._config, store=self._directory.store, resume=self._directory.is_resumed)
 
     def _build(self, session: Session) -> TrainingLoop:
-        options = self._config.optimizer
         torch.manual_seed(self._config.train.seed)
         with session.building():
             model = build_model(self._config.model)
         model = session.wrap(model)
         model.train()
-        optimizer = session.AdamW(
-            model.parameters(),
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        optimizer = make_optimizer(session, model, self._config.optimizer)
         return TrainingLoop(config=self._config, model=model, optimizer=optimizer, text=self._text)
 
     def _restore(self, session: Session) -> int:

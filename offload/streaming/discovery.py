@@ -5,7 +5,8 @@ own, their elements are the units. What is left (embeddings, heads, final norms)
 module that owns parameters.
 """
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -22,6 +23,8 @@ class DiscoveredUnit:
     facts: UnitFacts
     parameters: dict[str, nn.Parameter]
     """By the name of its facts, in the order in which they are laid out."""
+    is_element: bool = False
+    """Its module is an element of a module list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,10 +68,36 @@ def discover_units(model: nn.Module) -> DiscoveredModel:
         if facts:
             unit_facts = UnitFacts(name=name, parameters=tuple(facts))
             discovered.units.append(
-                DiscoveredUnit(module=module, facts=unit_facts, parameters=parameters)
+                DiscoveredUnit(
+                    module=module,
+                    facts=unit_facts,
+                    parameters=parameters,
+                    is_element=_is_element(model, name),
+                )
             )
     _record_needs(discovered, model, owner_of)
     return discovered
+
+
+def whole_matrices(model: DiscoveredModel, patterns: Sequence[str]) -> frozenset[str]:
+    """Returns the names of the parameters that Muon takes.
+
+    These are the trainable matrices in elements of module lists, so not embeddings and heads,
+    whose names match one of the glob patterns.
+    """
+    return frozenset(
+        facts.name
+        for unit in model.units
+        if unit.is_element
+        for facts in unit.facts.parameters
+        if facts.is_trainable and len(facts.shape) == 2 and facts.num_elements
+        if any(fnmatch.fnmatchcase(facts.name, pattern) for pattern in patterns)
+    )
+
+
+def _is_element(root: nn.Module, name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    return bool(parent) and _is_list_of_modules(root.get_submodule(parent))
 
 
 def _record_needs(model: DiscoveredModel, root: nn.Module, owner_of: dict[int, int]) -> None:

@@ -57,7 +57,11 @@ class HostMemory:
         records: dict[str, torch.Tensor] = {}
         offset = 0
         for record in layout.records:
-            records[record.name] = storage_over(self._state[offset : offset + record.padded_bytes])
+            memory = self._state[offset : offset + record.padded_bytes]
+            # A rule without state has empty records, over which there is no storage.
+            records[record.name] = (
+                storage_over(memory) if memory else torch.empty(0, dtype=torch.uint8)
+            )
             offset += record.padded_bytes
         return records
 

@@ -1,5 +1,6 @@
 """A wrapped model: its layout, its memory, its state, and the updates of it."""
 
+import dataclasses
 import gc
 import logging
 import time
@@ -10,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offload.errors import StoreError
-from offload.layout import ParameterFacts, build_layout, section_kinds
+from offload.errors import ConfigError, StoreError
+from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
 from offload.memory import memory_of, trim_heap
 from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
@@ -31,7 +32,7 @@ from offload.policy import Order
 from offload.storage.store import BlockStore
 from offload.streaming.adoption import Adoption
 from offload.streaming.building import Building
-from offload.streaming.discovery import DiscoveredModel, discover_units
+from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
@@ -48,12 +49,16 @@ class WrapOptions:
 
     Attributes:
         budget_bytes: Of the host tier; None: as much as the model needs.
+        rule: The update rule for which state is planned.
+        matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
     budget_bytes: int | None
     parameters: Placement
     optimizer: Placement
     codec: str
+    rule: str
+    matrices: tuple[str, ...]
     gradient_dtype: Literal["parameter", "float32"]
     prefetch_distance: int
     is_training: bool
@@ -107,9 +112,10 @@ class WrappedModel:
             StoreError: The resumed store holds another model.
         """
         discovered = discover_units(self.model)
-        self.layout = build_layout([u.facts for u in discovered.units], codec=self.options.codec)
+        self.layout = self._lay_out(discovered)
         self._require_same_layout()
-        self.plan = self._make_plan(discovered)
+        self._co_resident_units = discovered.co_resident_units
+        self.plan = self._make_plan(self.layout)
         self.plan.require_fit()
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
@@ -128,6 +134,28 @@ class WrappedModel:
             self._streamed.close()
 
     # What the optimizer asks.
+
+    def use_rule(self, rule: str, *, takes_whole: bool) -> None:
+        """Lays the state out for `rule`, if it is not and there is no state yet.
+
+        Raises:
+            StoreError: There is the state of another optimizer.
+            ConfigError: Matrices are laid out apart for an optimizer that does not update them,
+                or are not for one that does; or the state does not fit what was planned.
+        """
+        if takes_whole != bool(self.layout.whole):
+            raise ConfigError(
+                f"cannot make an optimizer that updates {'whole' if takes_whole else 'no whole'} "
+                f"matrices: found {len(self.layout.whole)} of them laid out apart; make the "
+                f'session {"with" if takes_whole else "without"} `optimizer="muon"`'
+            )
+        if rule != self.layout.rule:
+            self._require_no_state(rule)
+            self._change_rule(rule)
+
+    def is_whole(self, name: str) -> bool:
+        """Tells whether the parameter is laid out to be updated as a whole matrix."""
+        return name in self.layout.whole
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """Returns the name of a parameter of this model, or None."""
@@ -232,11 +260,51 @@ class WrappedModel:
 
     # Steps of opening.
 
+    def _lay_out(self, discovered: DiscoveredModel) -> ModelLayout:
+        rule, whole = self.options.rule, whole_matrices(discovered, self.options.matrices)
+        stored = self._stored_layout()
+        if stored is not None:  # whatever optimizer comes, its state is there
+            rule, whole = stored.rule, stored.whole
+        return build_layout(
+            [unit.facts for unit in discovered.units],
+            codec=self.options.codec,
+            rule=rule,
+            whole=whole,
+        )
+
+    def _stored_layout(self) -> ModelLayout | None:
+        return self._resume.layout if self._resume is not None else None
+
+    def _require_no_state(self, rule: str) -> None:
+        if self.completed_steps or self._is_resumed:
+            raise StoreError(
+                f"cannot make an optimizer with update rule `{rule}`: found the state of "
+                f"`{self.layout.rule}` after {self.completed_steps} steps; make the optimizer "
+                "that the run was started with, or start another store"
+            )
+
+    def _change_rule(self, rule: str) -> None:
+        """Lays the state out anew in the memory that was planned for another rule."""
+        layout = dataclasses.replace(self.layout, rule=rule)
+        needed = self._make_plan(layout)
+        if (
+            needed.state_buffer_bytes > self.plan.state_buffer_bytes
+            or needed.resident_state_bytes > self.plan.resident_state_bytes
+        ):
+            raise ConfigError(
+                f"cannot make an optimizer with update rule `{rule}`: its state does not fit the "
+                f"memory that was planned for `{self.layout.rule}`; name the optimizer when the "
+                f"session is made, such as `Session(optimizer=...)`"
+            )
+        before, self.layout = self._state, layout
+        self._lay_out_state()
+        self._state.edited |= before.edited
+        self._state.dirty |= before.dirty
+
     def _require_same_layout(self) -> None:
-        if self._resume is None or self._store is None:
-            return
-        stored = self._resume.layout
-        if stored != self.layout:
+        stored = self._stored_layout()
+        if stored is not None and stored != self.layout:
+            assert self._store is not None
             raise StoreError(
                 f"cannot resume from store `{self._store.root}`: expected the model that it "
                 f"holds ({stored.num_parameters} parameters in {len(stored.units)} units, codec "
@@ -245,15 +313,15 @@ class WrappedModel:
                 "model, or use another store"
             )
 
-    def _make_plan(self, discovered: DiscoveredModel) -> HostPlan:
+    def _make_plan(self, layout: ModelLayout) -> HostPlan:
         options = self.options
         return plan_host(
-            self.layout,
+            layout,
             budget_bytes=1 << 62 if options.budget_bytes is None else options.budget_bytes,
             parameters=options.parameters,
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
-            co_resident_units=discovered.co_resident_units,
+            co_resident_units=self._co_resident_units,
             prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
@@ -270,6 +338,10 @@ class WrappedModel:
                 dtype=options.gradient_dtype,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
             )
+        self._lay_out_state()
+
+    def _lay_out_state(self) -> None:
+        options, memory = self.options, self._memory
         has_records = options.is_training and options.optimizer == "host"
         on_host = options.parameters == "host"
         self._state = ModelState(

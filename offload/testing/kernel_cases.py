@@ -1,5 +1,6 @@
 """Operands for the tests of kernels, beside the same state for the oracle; comparisons of bits."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.optim.kernels import AdamWOperands, AdamWRange, adamw_scalars
+from offload.layout import RULES
+from offload.optim.kernels import (
+    Operands,
+    Range,
+    Scalars,
+    adagrad_scalars,
+    adam_scalars,
+    adamw_scalars,
+    lion_scalars,
+    sgd_scalars,
+)
 from offload.testing import kernel_oracle as oracle
 
-CODECS = ("split", "fp32", "parameter")
-GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
-COMBINATIONS = tuple((codec, dtype) for codec in CODECS for dtype in GRADIENT_DTYPES)
+FORMS = ("split", "fp32", "fp16", "parameter")
+"""Codecs with parameters of bf16, bf16, fp16 and fp32."""
+GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COMBINATIONS = tuple((form, dtype) for form in FORMS for dtype in GRADIENT_DTYPES)
+TYPICAL = (
+    ("split", torch.bfloat16),
+    ("split", torch.float32),
+    ("fp32", torch.bfloat16),
+    ("fp16", torch.float16),
+    ("parameter", torch.float32),
+)
+"""Those that training uses, for what does not depend on dtypes."""
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.95),
@@ -22,6 +42,19 @@ OPTIONS: dict[str, Any] = {
     "weight_decay": 0.1,
     "step": 3,
 }
+RULE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("adam", OPTIONS),
+    ("adam", OPTIONS | {"weight_decay": 0.0, "betas": (0.3, 0.95)}),
+    ("lion", OPTIONS),
+    ("sgd", OPTIONS),
+    ("sgd", OPTIONS | {"weight_decay": 0.0}),
+    ("momentum", OPTIONS | {"momentum": 0.9, "dampening": 0.1, "nesterov": False}),
+    ("momentum", OPTIONS | {"momentum": 0.9, "dampening": 0.0, "nesterov": True}),
+    ("momentum", OPTIONS | {"momentum": 0.9, "dampening": 0.5, "nesterov": False, "step": 1}),
+    ("adagrad", OPTIONS | {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    ("adagrad", OPTIONS | {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "step": 1}),
+)
+"""Every rule but AdamW, with what changes its arithmetic."""
 SPECIAL_BITS = (
     # Zero, the least and the greatest subnormal, the least normal, 2**-23.
     *(0, 1, 0x007FFFFF, 0x00800000, 0x34000000),
@@ -37,77 +70,114 @@ SPECIAL_BITS = (
 class Case:
     """Operands in torch, and the same state and gradient for the oracle."""
 
-    operands: AdamWOperands
+    operands: Operands
     state: oracle.OracleState
     gradient: oracle.FloatArray
 
 
-def whole(size: int, options: dict[str, Any] = OPTIONS) -> AdamWRange:
+def scalars_of(rule: str, options: dict[str, Any]) -> Scalars:
+    """Returns the rule's scalars from the options that it takes."""
+    make: Any = {
+        "adamw": adamw_scalars,
+        "adam": adam_scalars,
+        "lion": lion_scalars,
+        "sgd": sgd_scalars,
+        "momentum": sgd_scalars,
+        "adagrad": adagrad_scalars,
+    }[rule]
+    taken = inspect.signature(make).parameters
+    scalars: Scalars = make(**{name: value for name, value in options.items() if name in taken})
+    return scalars
+
+
+def whole(size: int, options: dict[str, Any] = OPTIONS, *, rule: str = "adamw") -> Range:
     """Returns the range of all elements."""
-    return AdamWRange(start=0, stop=size, scalars=adamw_scalars(**options))
+    return Range(start=0, stop=size, scalars=scalars_of(rule, options))
 
 
 def stepped(
     case: Case, options: dict[str, Any] = OPTIONS, *, factors: tuple[float, ...] = ()
 ) -> oracle.OracleState:
     """Returns what the oracle makes of the case's first state."""
-    return oracle.adamw(case.state, case.gradient, oracle.scalars(**options), factors)
+    return oracle.update(case.operands.rule, case.state, case.gradient, options, factors)
 
 
 def random_case(
-    size: int, codec: str, dtype: torch.dtype, *, seed: int, shifts: Sequence[int] = (0,) * 5
+    size: int,
+    form: str,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    shifts: Sequence[int] = (0,) * 5,
+    rule: str = "adamw",
 ) -> Case:
     """Returns ordinary values; `shifts` move each operand by that many elements."""
     master, m, v, gradient = (random_values(size, seed=[seed, i]) for i in range(4))
-    return make_case(master, m * np.float32(0.1), v * v, gradient, codec, dtype, shifts)
+    return make_case(master, m * np.float32(0.1), v * v, gradient, form, dtype, shifts, rule=rule)
 
 
-def special_case(size: int, codec: str, dtype: torch.dtype) -> Case:
+def special_case(size: int, form: str, dtype: torch.dtype, *, rule: str = "adamw") -> Case:
     """Returns zeros, subnormals, extremes, infinities, NaN and ties in all combinations."""
     edges = np.array(SPECIAL_BITS, np.uint32)
     values = np.concatenate([edges, edges | np.uint32(1 << 31)]).view(np.float32)
     rng = np.random.default_rng(7)
     master, m, v, gradient = (rng.choice(values, size) for _ in range(4))
-    return make_case(one_nan(master), m, v, gradient, codec, dtype)
+    return make_case(one_nan(master), m, v, gradient, form, dtype, rule=rule)
 
 
-def any_bits_case(size: int, codec: str, dtype: torch.dtype) -> Case:
+def any_bits_case(size: int, form: str, dtype: torch.dtype, *, rule: str = "adamw") -> Case:
     """Returns operands of random bits, NaN with any payload in moments and gradients."""
     rng = np.random.default_rng(8)
     drawn = [rng.integers(0, 1 << 32, size, dtype=np.uint32).view(np.float32) for _ in range(4)]
-    return make_case(one_nan(drawn[0]), drawn[1], drawn[2], drawn[3], codec, dtype)
+    return make_case(one_nan(drawn[0]), drawn[1], drawn[2], drawn[3], form, dtype, rule=rule)
 
 
 def make_case(
     master: oracle.FloatArray,
-    exp_avg: oracle.FloatArray,
-    exp_avg_sq: oracle.FloatArray,
+    first: oracle.FloatArray,
+    second: oracle.FloatArray,
     gradient: oracle.FloatArray,
-    codec: str,
+    form: str,
     dtype: torch.dtype,
     shifts: Sequence[int] = (0,) * 5,
+    *,
+    rule: str = "adamw",
 ) -> Case:
-    """Returns a case whose tensors hold these values."""
-    parameter = tensor(oracle.bf16_of(master)).view(torch.bfloat16)
-    if codec == "parameter":
-        parameter = tensor(master)
+    """Returns a case whose tensors hold these values; `second` is for sums of squares."""
+    state = {name: second if name in ("exp_avg_sq", "sum") else first for name in RULES[rule]}
     given = gradient_of(gradient, dtype)
-    operands = AdamWOperands(
-        parameter=shifted(parameter, shifts[0]),
+    operands = Operands(
+        rule=rule,
+        parameter=shifted(_parameter_of(master, form), shifts[0]),
         gradient=shifted(given, shifts[1]),
-        exp_avg=shifted(tensor(exp_avg), shifts[2]),
-        exp_avg_sq=shifted(tensor(exp_avg_sq), shifts[3]),
-        master_low=shifted(tensor(oracle.low_of(master)), shifts[4]) if codec == "split" else None,
-        master=shifted(tensor(master), shifts[4]) if codec == "fp32" else None,
+        state={
+            name: shifted(tensor(values), shift)
+            for (name, values), shift in zip(state.items(), shifts[2:], strict=False)
+        },
+        master_low=shifted(tensor(oracle.low_of(master)), shifts[4]) if form == "split" else None,
+        master=shifted(tensor(master), shifts[4]) if form in ("fp32", "fp16") else None,
     )
-    state = oracle.OracleState(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    return Case(operands=operands, state=state, gradient=floats(given))
+    return Case(
+        operands=operands,
+        state=oracle.OracleState(master=master, state=state),
+        gradient=floats(given),
+    )
+
+
+def _parameter_of(master: oracle.FloatArray, form: str) -> Tensor:
+    if form == "parameter":
+        return tensor(master)
+    if form == "fp16":
+        return tensor(half_bits(master)).view(torch.float16)
+    return tensor(oracle.bf16_of(master)).view(torch.bfloat16)
 
 
 def gradient_of(values: oracle.FloatArray, dtype: torch.dtype) -> Tensor:
     """Returns a gradient; for bf16 the upper halves of the values' bits."""
     if dtype == torch.float32:
         return tensor(values)
+    if dtype == torch.float16:
+        return tensor(half_bits(values)).view(torch.float16)
     upper = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return tensor(upper).view(torch.bfloat16)
 
@@ -124,41 +194,34 @@ def shifted(values: Tensor, num_elements: int) -> Tensor:
     return view
 
 
-def sliced(o: AdamWOperands, start: int, stop: int) -> AdamWOperands:
-    """Returns views of elements `start` to `stop - 1`."""
-    return AdamWOperands(
-        parameter=o.parameter[start:stop],
-        gradient=o.gradient[start:stop],
-        exp_avg=o.exp_avg[start:stop],
-        exp_avg_sq=o.exp_avg_sq[start:stop],
-        master_low=None if o.master_low is None else o.master_low[start:stop],
-        master=None if o.master is None else o.master[start:stop],
-    )
-
-
-def copied(o: AdamWOperands) -> AdamWOperands:
+def copied(o: Operands) -> Operands:
     """Returns operands with memory of their own."""
-    whole_copy = sliced(o, 0, o.parameter.numel())
-    for name in ("parameter", "exp_avg", "exp_avg_sq", "master_low", "master"):
-        values = getattr(o, name)
-        setattr(whole_copy, name, None if values is None else values.clone())
-    return whole_copy
+    copy = o.part(0, o.parameter.numel())
+    copy.parameter = copy.parameter.clone()
+    copy.state = {name: values.clone() for name, values in copy.state.items()}
+    copy.master_low = None if copy.master_low is None else copy.master_low.clone()
+    copy.master = None if copy.master is None else copy.master.clone()
+    return copy
 
 
-def assert_equal(operands: AdamWOperands, expected: oracle.OracleState) -> None:
-    """Asserts that parameter, master and moments have the oracle's bits."""
+def assert_equal(operands: Operands, expected: oracle.OracleState) -> None:
+    """Asserts that parameter, master and state have the oracle's bits."""
     assert_same_parameter(operands, expected)
-    assert np.array_equal(bits(operands.exp_avg), expected.exp_avg.view(np.uint32))
-    assert np.array_equal(bits(operands.exp_avg_sq), expected.exp_avg_sq.view(np.uint32))
+    assert operands.state.keys() == expected.state.keys()
+    for name, values in operands.state.items():
+        assert np.array_equal(bits(values), expected.state[name].view(np.uint32)), name
 
 
-def assert_same_parameter(operands: AdamWOperands, expected: oracle.OracleState) -> None:
+def assert_same_parameter(operands: Operands, expected: oracle.OracleState) -> None:
     """Asserts that parameter and master have the oracle's bits."""
     found = bits(operands.parameter)
     if operands.codec == "parameter":
         assert np.array_equal(found, expected.master.view(np.uint32))
         return
-    assert np.array_equal(found, oracle.bf16_of(expected.master))
+    if operands.parameter.dtype == torch.float16:
+        assert np.array_equal(found, half_bits(expected.master))
+    else:
+        assert np.array_equal(found, oracle.bf16_of(expected.master))
     if operands.master_low is not None:
         low = oracle.low_of(expected.master)
         assert np.array_equal(bits(operands.master_low), low.view(np.uint16))
@@ -166,7 +229,7 @@ def assert_same_parameter(operands: AdamWOperands, expected: oracle.OracleState)
         assert np.array_equal(bits(master_of(operands)), expected.master.view(np.uint32))
 
 
-def master_of(operands: AdamWOperands) -> Tensor:
+def master_of(operands: Operands) -> Tensor:
     """Returns the fp32 master, joined from its halves where it is split."""
     if operands.master is not None:
         return operands.master
@@ -197,7 +260,9 @@ def floats(values: Tensor) -> oracle.FloatArray:
 
 def half_bits(values: oracle.FloatArray) -> NDArray[np.uint16]:
     """Returns the bits of NumPy's rounding to fp16."""
-    return values.astype(np.float16).view(np.uint16)
+    with np.errstate(over="ignore"):
+        half: NDArray[np.uint16] = values.astype(np.float16).view(np.uint16)
+    return half
 
 
 def random_values(size: int, *, seed: int | list[int]) -> oracle.FloatArray:

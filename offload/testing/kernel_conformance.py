@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.optim.kernels import AdamWRange, Kernels, adamw_scalars, kernel_names, load_kernels
+from offload.optim.kernels import Kernels, Range, adamw_scalars, kernel_names, load_kernels
 from offload.testing import kernel_oracle as oracle
 from offload.testing.kernel_cases import (
     COMBINATIONS,
     GRADIENT_DTYPES,
     OPTIONS,
+    RULE_OPTIONS,
+    SPECIAL_BITS,
+    TYPICAL,
     any_bits_case,
     assert_equal,
     assert_same_parameter,
@@ -28,13 +31,11 @@ from offload.testing.kernel_cases import (
     copied,
     floats,
     gradient_of,
-    half_bits,
     make_case,
     master_of,
     nan_with_payload,
     random_case,
     random_values,
-    sliced,
     special_case,
     stepped,
     whole,
@@ -42,6 +43,8 @@ from offload.testing.kernel_cases import (
 
 # Whole vectors and norm steps ± 1 on either side, and every tail between them.
 SIZES = tuple(range(130))
+# Below, at and above whole vectors of every width.
+FEW_SIZES = (0, 1, 7, 8, 15, 17, 31, 32, 33, 64, 129, 1000)
 # Several slices and norm blocks, more than one piece of the torch reference, and a tail.
 LARGE = (1 << 20) + 17
 
@@ -61,101 +64,103 @@ class KernelConformance:
     def test_kernels_know_their_name(self, kernels: Kernels) -> None:
         assert kernels.name == self.name
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), COMBINATIONS)
     def test_every_small_size_equals_the_oracle(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype
+        self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:
         for size in SIZES:
-            case = random_case(size, codec, dtype, seed=size)
+            case = random_case(size, form, dtype, seed=size)
 
-            kernels.adamw(case.operands, [whole(size)])
+            kernels.update(case.operands, [whole(size)])
 
             assert_equal(case.operands, stepped(case))
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_a_large_array_equals_the_oracle(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype
+        self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:
-        case = random_case(LARGE, codec, dtype, seed=1)
+        case = random_case(LARGE, form, dtype, seed=1)
         before = case.operands.gradient.clone()
 
-        kernels.adamw(case.operands, [whole(LARGE)])
+        kernels.update(case.operands, [whole(LARGE)])
 
         assert_equal(case.operands, stepped(case))
         assert torch.equal(case.operands.gradient, before)
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_misaligned_views_equal_the_oracle(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype
+        self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:
         # Each operand at another offset from 64 bytes, down to one element.
         for shift in (1, 3, 8, 17, 31):
-            case = random_case(200, codec, dtype, seed=shift, shifts=(shift, 1, 5, 2, 7))
+            case = random_case(200, form, dtype, seed=shift, shifts=(shift, 1, 5, 2, 7))
 
-            kernels.adamw(case.operands, [whole(200)])
+            kernels.update(case.operands, [whole(200)])
 
             assert_equal(case.operands, stepped(case))
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_ranges_have_their_own_scalars_and_gaps_are_untouched(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype
+        self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:
         size = (1 << 17) + 5
         # One element, an odd border, a border of slices inside, empty, up to the end.
         borders = ((3, 4), (17, 1000), (1000, 70001), (70001, 70001), (80000, size))
         steps = [OPTIONS | {"step": 7 * i + 1, "lr": 1e-3 * (i + 1)} for i in range(5)]
-        case = random_case(size, codec, dtype, seed=2)
+        case = random_case(size, form, dtype, seed=2)
         # A NaN that a write would change shows that nothing was written.
-        case.operands.exp_avg[75000:76000] = nan_with_payload()
-        before = bits(case.operands.exp_avg).copy()
+        case.operands.state["exp_avg"][75000:76000] = nan_with_payload()
+        before = bits(case.operands.state["exp_avg"]).copy()
         ranges = [
-            AdamWRange(start=start, stop=stop, scalars=adamw_scalars(**options))
+            Range(start=start, stop=stop, scalars=adamw_scalars(**options))
             for (start, stop), options in zip(borders, steps, strict=True)
         ]
 
-        kernels.adamw(case.operands, ranges)
+        kernels.update(case.operands, ranges)
 
         for (start, stop), options in zip(borders, steps, strict=True):
-            part = oracle.adamw(
-                case.state.part(start, stop), case.gradient[start:stop], oracle.scalars(**options)
+            part = oracle.update(
+                "adamw", case.state.part(start, stop), case.gradient[start:stop], options
             )
-            assert_equal(sliced(case.operands, start, stop), part)
+            assert_equal(case.operands.part(start, stop), part)
         for start, stop in ((0, 3), (4, 17), (70001, 80000)):
-            assert_same_parameter(sliced(case.operands, start, stop), case.state.part(start, stop))
-            assert np.array_equal(bits(case.operands.exp_avg)[start:stop], before[start:stop])
+            assert_same_parameter(case.operands.part(start, stop), case.state.part(start, stop))
+            assert np.array_equal(
+                bits(case.operands.state["exp_avg"])[start:stop], before[start:stop]
+            )
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     @pytest.mark.parametrize(
         "factors", [(), (1.0,), (0.1,), (1.0, 0.3), (0.1, 0.3), (1 / 65536, 0.7), (0.0,)]
     )
     def test_gradient_factors_are_applied_in_order(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype, factors: tuple[float, ...]
+        self, kernels: Kernels, form: str, dtype: torch.dtype, factors: tuple[float, ...]
     ) -> None:
-        case = random_case(1000, codec, dtype, seed=3)
+        case = random_case(1000, form, dtype, seed=3)
 
-        kernels.adamw(case.operands, [whole(1000)], gradient_scales=factors)
+        kernels.update(case.operands, [whole(1000)], gradient_scales=factors)
 
         assert_equal(case.operands, stepped(case, factors=factors))
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), COMBINATIONS)
     @pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-45])
     def test_special_values_equal_the_oracle(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype, eps: float
+        self, kernels: Kernels, form: str, dtype: torch.dtype, eps: float
     ) -> None:
-        case = special_case(20_000, codec, dtype)
+        case = special_case(20_000, form, dtype)
         options = OPTIONS | {"eps": eps}
 
-        kernels.adamw(case.operands, [whole(20_000, options)])
+        kernels.update(case.operands, [whole(20_000, options)])
 
         assert_equal(case.operands, stepped(case, options))
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_any_bits_equal_the_oracle(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype
+        self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:
-        case = any_bits_case(30_000, codec, dtype)
+        case = any_bits_case(30_000, form, dtype)
 
-        kernels.adamw(case.operands, [whole(30_000)], gradient_scales=(0.5, 3.0))
+        kernels.update(case.operands, [whole(30_000)], gradient_scales=(0.5, 3.0))
 
         assert_equal(case.operands, stepped(case, factors=(0.5, 3.0)))
 
@@ -168,21 +173,21 @@ class KernelConformance:
         zeros = np.zeros_like(tie)
         case = make_case(tie, zeros, zeros, zeros, codec, torch.bfloat16)
 
-        kernels.adamw(case.operands, [whole(len(tie), OPTIONS | {"lr": 0.0})])
+        kernels.update(case.operands, [whole(len(tie), OPTIONS | {"lr": 0.0})])
 
         away = (tie.view(np.uint32) >> 16) + 1
         assert np.array_equal(bits(case.operands.parameter), away.astype(np.uint16))
         assert np.array_equal(bits(master_of(case.operands)), tie.view(np.uint32))
 
-    @pytest.mark.parametrize(("codec", "dtype"), COMBINATIONS)
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.50000001, 0.5000001, 0.51])
     def test_a_small_beta1_interpolates_from_the_gradient(
-        self, kernels: Kernels, codec: str, dtype: torch.dtype, beta1: float
+        self, kernels: Kernels, form: str, dtype: torch.dtype, beta1: float
     ) -> None:
-        case = random_case(3000, codec, dtype, seed=4)
+        case = random_case(3000, form, dtype, seed=4)
         options = OPTIONS | {"betas": (beta1, 0.0)}
 
-        kernels.adamw(case.operands, [whole(3000, options)])
+        kernels.update(case.operands, [whole(3000, options)])
 
         assert_equal(case.operands, stepped(case, options))
 
@@ -193,33 +198,36 @@ class KernelConformance:
         case = random_case(size, "split", torch.bfloat16, seed=5)
         expected = stepped(case)
         ranges = [
-            AdamWRange(start=start, stop=stop, scalars=adamw_scalars(**OPTIONS))
+            Range(start=start, stop=stop, scalars=adamw_scalars(**OPTIONS))
             for start, stop in itertools.pairwise(cuts)
         ]
 
         for num_threads in (1, 2, 3, 8):
             operands = copied(case.operands)
-            load_kernels(kernels.name, num_threads=num_threads).adamw(operands, ranges)
+            load_kernels(kernels.name, num_threads=num_threads).update(operands, ranges)
             assert_equal(operands, expected)
         operands = copied(case.operands)
         for part in ranges:
-            piece = sliced(operands, part.start, part.stop)
-            kernels.adamw(piece, [whole(part.stop - part.start)])
+            piece = operands.part(part.start, part.stop)
+            kernels.update(piece, [whole(part.stop - part.start)])
         assert_equal(operands, expected)
 
-    def test_split_and_fp32_agree_after_many_steps(self, kernels: Kernels) -> None:
-        split = random_case(5001, "split", torch.bfloat16, seed=6).operands
-        fp32 = random_case(5001, "fp32", torch.bfloat16, seed=6).operands
+    @pytest.mark.parametrize("rule", ["adamw", "lion", "momentum", "adagrad"])
+    def test_split_and_fp32_agree_after_1000_steps(self, kernels: Kernels, rule: str) -> None:
+        split = random_case(1001, "split", torch.bfloat16, seed=6, rule=rule).operands
+        fp32 = random_case(1001, "fp32", torch.bfloat16, seed=6, rule=rule).operands
+        options = OPTIONS | {"lr": 0.01, "momentum": 0.9}
         generator = torch.Generator().manual_seed(0)
 
-        for step in range(1, 51):
-            gradient = torch.randn(5001, generator=generator).to(torch.bfloat16)
+        for step in range(1, 1001):
+            gradient = torch.randn(1001, generator=generator).to(torch.bfloat16)
             for operands in (split, fp32):
                 operands.gradient = gradient
-                kernels.adamw(operands, [whole(5001, OPTIONS | {"step": step, "lr": 0.01})])
+                kernels.update(operands, [whole(1001, options | {"step": step}, rule=rule)])
 
-        for name in ("parameter", "exp_avg", "exp_avg_sq"):
-            assert np.array_equal(bits(getattr(split, name)), bits(getattr(fp32, name)))
+        assert np.array_equal(bits(split.parameter), bits(fp32.parameter))
+        for name, values in split.state.items():
+            assert np.array_equal(bits(values), bits(fp32.state[name]))
         assert np.array_equal(bits(master_of(split)), bits(master_of(fp32)))
 
     @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
@@ -240,8 +248,9 @@ class KernelConformance:
     def test_sums_of_squares_keep_subnormals_infinities_and_nan(
         self, kernels: Kernels, dtype: torch.dtype
     ) -> None:
-        tiny = gradient_of(np.full(40, 1e-40, np.float32), dtype)
-        huge = gradient_of(np.full(40, 3e38, np.float32), dtype)
+        least, most = (1e-7, 6e4) if dtype == torch.float16 else (1e-40, 3e38)
+        tiny = gradient_of(np.full(40, least, np.float32), dtype)
+        huge = gradient_of(np.full(40, most, np.float32), dtype)
         infinite = gradient_of(np.array([1, -np.inf, 2], np.float32), dtype)
         nan = gradient_of(np.array([1, np.nan, np.inf], np.float32), dtype)
 
@@ -256,44 +265,141 @@ class KernelConformance:
         assert kernels.sums_of_squares([]) == []
         assert kernels.sums_of_squares([torch.empty(0)]) == [0.0]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_float16_parameters_round_to_nearest_even(
+    @pytest.mark.parametrize(("rule", "options"), RULE_OPTIONS)
+    def test_every_rule_equals_the_oracle_for_every_pair_of_dtypes(
+        self, kernels: Kernels, rule: str, options: dict[str, Any]
+    ) -> None:
+        for form, dtype in COMBINATIONS:
+            for size in FEW_SIZES:
+                case = random_case(size, form, dtype, seed=size, rule=rule)
+
+                kernels.update(
+                    case.operands, [whole(size, options, rule=rule)], gradient_scales=(0.1,)
+                )
+
+                assert_equal(case.operands, stepped(case, options, factors=(0.1,)))
+
+    @pytest.mark.parametrize(("rule", "options"), RULE_OPTIONS)
+    def test_every_rule_treats_special_values_as_the_oracle_does(
+        self, kernels: Kernels, rule: str, options: dict[str, Any]
+    ) -> None:
+        for form, dtype in COMBINATIONS:
+            for make in (special_case, any_bits_case):
+                case = make(4001, form, dtype, rule=rule)
+
+                kernels.update(case.operands, [whole(4001, options, rule=rule)])
+
+                assert_equal(case.operands, stepped(case, options))
+
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
+    def test_a_measured_update_is_the_update_and_says_what_it_found(
+        self, kernels: Kernels, form: str, dtype: torch.dtype
+    ) -> None:
+        # Blocks that end between vectors, one element, several tasks, a tail.
+        borders = ((5, 5000), (5000, 5001), (5003, 150_001))
+        case = random_case(150_003, form, dtype, seed=11)
+        case.operands.gradient[[7, 5000, 6000, 6001]] = torch.inf
+        case.gradient = floats(case.operands.gradient)
+        ranges = [
+            Range(start=start, stop=stop, scalars=adamw_scalars(**OPTIONS))
+            for start, stop in borders
+        ]
+
+        found = kernels.measured_update(case.operands, ranges, gradient_scales=(0.5,))
+
+        assert [s.num_nonfinite for s in found] == [1, 1, 2]
+        for (start, stop), statistics in zip(borders, found, strict=True):
+            before, gradient = case.state.part(start, stop), case.gradient[start:stop]
+            after = oracle.update("adamw", before, gradient, OPTIONS, (0.5,))
+            assert_equal(case.operands.part(start, stop), after)
+            with np.errstate(all="ignore"):
+                change = after.master - before.master
+            expected = (
+                oracle.sum_of_squares(gradient, (0.5,)),
+                oracle.sum_of_squares(change),
+                oracle.sum_of_squares(after.master),
+            )
+            sums = (statistics.gradient, statistics.update, statistics.parameter)
+            assert np.array_equal(sums, expected, equal_nan=True)
+
+    @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+    def test_values_that_are_not_finite_are_counted(
         self, kernels: Kernels, dtype: torch.dtype
     ) -> None:
-        case = random_case(1000, "fp32", torch.float32, seed=8)
-        case.operands.parameter = torch.empty(1000, dtype=torch.float16)
-        case.operands.gradient = case.operands.gradient.to(dtype)
-        case.gradient = floats(case.operands.gradient)
+        for size in (*SIZES, 70_001):
+            gradient = torch.ones(size, dtype=dtype)
+            gradient[::5] = torch.tensor([torch.nan, -torch.inf]).repeat(size)[: -(-size // 5)]
+            gradient[::15] = torch.finfo(dtype).max
 
-        kernels.adamw(case.operands, [whole(1000)])
+            assert kernels.count_nonfinite([gradient]) == [int((~gradient.isfinite()).sum())]
+        assert kernels.count_nonfinite([]) == []
 
-        master = stepped(case).master
-        assert np.array_equal(bits(case.operands.parameter.view(torch.int16)), half_bits(master))
-        assert np.array_equal(bits(master_of(case.operands)), master.view(np.uint32))
+    @pytest.mark.parametrize("into", GRADIENT_DTYPES)
+    @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+    def test_accumulation_adds_in_fp32_and_rounds_to_nearest_even(
+        self, kernels: Kernels, into: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        for size in (*SIZES, 300_001):
+            sums = gradient_of(random_values(size, seed=[size, 0]), into)
+            gradient = gradient_of(random_values(size, seed=[size, 1]), dtype)
+            expected = (sums.float() + gradient.float()).to(into)
+
+            kernels.accumulate(sums, gradient)
+
+            assert np.array_equal(bits(sums), bits(expected))
+
+    @pytest.mark.parametrize("into", GRADIENT_DTYPES)
+    def test_accumulation_rounds_special_values_as_fp32_does(
+        self, kernels: Kernels, into: torch.dtype
+    ) -> None:
+        edges = np.array(SPECIAL_BITS, np.uint32)
+        values = np.concatenate([edges, edges | np.uint32(1 << 31)]).view(np.float32)
+        sums = gradient_of(np.repeat(values, len(values)), into)
+        gradient = torch.from_numpy(np.tile(values, len(values)))
+        with np.errstate(all="ignore"):
+            expected = torch.from_numpy(floats(sums) + gradient.numpy()).to(into)
+
+        kernels.accumulate(sums, gradient)
+
+        is_nan = expected.isnan()
+        assert torch.equal(sums.isnan(), is_nan)
+        assert np.array_equal(bits(sums[~is_nan]), bits(expected[~is_nan]))
+        assert len(set(bits(sums[is_nan]).tolist())) == 1
+
+    def test_wrong_gradients_are_refused(self, kernels: Kernels) -> None:
+        with pytest.raises(ConfigError, match="4 elements.*found 3"):
+            kernels.accumulate(torch.zeros(4), torch.zeros(3))
+        with pytest.raises(ConfigError, match="contiguous"):
+            kernels.accumulate(torch.zeros(8)[::2], torch.zeros(4))
+        with pytest.raises(ConfigError, match="float64"):
+            kernels.count_nonfinite([torch.zeros(4).double()])
 
     def test_wrong_operands_are_refused_before_anything_is_written(self, kernels: Kernels) -> None:
-        def refuses(message: str, ranges: Sequence[AdamWRange] = (), **changes: Any) -> None:
+        def refuses(message: str, ranges: Sequence[Range] = (), **changes: Any) -> None:
             case = random_case(64, "split", torch.bfloat16, seed=9)
             for name, value in changes.items():
                 setattr(case.operands, name, value)
             with pytest.raises(ConfigError, match=message):
-                kernels.adamw(case.operands, ranges or [whole(64)])
+                kernels.update(case.operands, ranges or [whole(64)])
 
         part = adamw_scalars(**OPTIONS)
-        refuses("torch.float32, found torch.float64", exp_avg=torch.zeros(64).double())
-        refuses("as `parameter` has", exp_avg=torch.zeros(63))
-        refuses("contiguous", exp_avg_sq=torch.zeros(128)[::2])
+        moments = {"exp_avg": torch.zeros(64), "exp_avg_sq": torch.zeros(64)}
+        refuses("float32, found", state=moments | {"exp_avg": torch.zeros(64).double()})
+        refuses("as `parameter` has", state=moments | {"exp_avg": torch.zeros(63)})
+        refuses("contiguous", state=moments | {"exp_avg_sq": torch.zeros(128)[::2]})
+        refuses("the state exp_avg, exp_avg_sq, found exp_avg", state={"exp_avg": torch.zeros(64)})
+        refuses("no kernel for the update rule `amsgrad`", rule="amsgrad")
         refuses("contiguous", gradient=torch.zeros(64, device="meta"))
         refuses("found both", master=torch.zeros(64))
-        refuses("ascending", [AdamWRange(start=0, stop=65, scalars=part)])
+        refuses("ascending", [Range(start=0, stop=65, scalars=part)])
         refuses(
             "ascending",
             [
-                AdamWRange(start=8, stop=16, scalars=part),
-                AdamWRange(start=15, stop=20, scalars=part),
+                Range(start=8, stop=16, scalars=part),
+                Range(start=15, stop=20, scalars=part),
             ],
         )
         case = random_case(64, "split", torch.bfloat16, seed=9)
         with pytest.raises(ConfigError, match="at most 2"):
-            kernels.adamw(case.operands, [whole(64)], gradient_scales=(2.0, 3.0, 4.0))
+            kernels.update(case.operands, [whole(64)], gradient_scales=(2.0, 3.0, 4.0))
         assert_equal(case.operands, case.state)

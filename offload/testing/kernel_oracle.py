@@ -5,7 +5,7 @@ operations of NumPy round once to nearest even and never fuse.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,78 +16,134 @@ NAN_BITS = 0x7FC00000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OracleScalars:
-    """The scalars of one step, as in docs/numerics.md."""
-
-    c1: np.float32
-    c2: np.float32
-    b2: np.float32
-    q: np.float32
-    u: np.float32
-    r: np.float32
-    e: np.float32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OracleState:
-    """Master and moments, all fp32, of one length."""
+    """Master and the rule's state, all fp32, of one length."""
 
     master: FloatArray
-    exp_avg: FloatArray
-    exp_avg_sq: FloatArray
+    state: dict[str, FloatArray]
 
     def part(self, start: int, stop: int) -> "OracleState":
         """Returns elements `start` to `stop - 1`, as views."""
-        return replace(
-            self,
+        return OracleState(
             master=self.master[start:stop],
-            exp_avg=self.exp_avg[start:stop],
-            exp_avg_sq=self.exp_avg_sq[start:stop],
+            state={name: values[start:stop] for name, values in self.state.items()},
         )
 
 
-def scalars(
-    *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int
-) -> OracleScalars:
-    """Returns the scalars in float64, each rounded once."""
-    beta1, beta2 = betas
-    return OracleScalars(
-        c1=np.float32(1 - beta1),
-        c2=np.float32(1 - beta2),
-        b2=np.float32(beta2),
-        q=np.float32(1 - lr * weight_decay),
-        u=np.float32(-(lr / (1 - beta1**step))),
-        r=np.float32(1 / (1 - beta2**step) ** 0.5),
-        e=np.float32(eps),
+def update(
+    rule: str,
+    before: OracleState,
+    gradient: FloatArray,
+    options: dict[str, Any],
+    factors: Sequence[float] = (),
+) -> OracleState:
+    """Returns the state after one step of `rule`; `factors` go onto the gradient in order."""
+    with np.errstate(all="ignore"):
+        g = _scaled(gradient, factors)
+        decay = np.float32(options.get("weight_decay", 0))
+        if rule not in ("adamw", "lion") and decay != 0:
+            n = decay * before.master
+            g = g + n
+        p, state = _RULES[rule](before, g, options)
+    return OracleState(
+        master=_one_nan(p), state={name: _one_nan(values) for name, values in state.items()}
     )
 
 
-def adamw(
-    state: OracleState, gradient: FloatArray, k: OracleScalars, factors: Sequence[float] = ()
-) -> OracleState:
-    """Returns the state after one step; `factors` are multiplied onto the gradient in order."""
-    with np.errstate(all="ignore"):
-        g = _scaled(gradient, factors)
-        m, v = state.exp_avg, state.exp_avg_sq
-        p1 = state.master * k.q
-        s = g - m
-        if k.c1 < np.float32(0.5):
-            s = k.c1 * s
-            m = m + s
-        else:
-            s = s * (np.float32(1) - k.c1)
-            m = g - s
-        x = k.b2 * v
-        y = k.c2 * g
-        y = y * g
-        v = x + y
-        d = np.sqrt(v)
-        d = d * k.r
-        d = d + k.e
-        n = k.u * m
-        n = n / d
-        p = p1 + n
-    return OracleState(master=_one_nan(p), exp_avg=_one_nan(m), exp_avg_sq=_one_nan(v))
+_Result = tuple[NDArray[Any], dict[str, NDArray[Any]]]
+
+
+def _adamw(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    q = np.float32(1 - options["lr"] * options["weight_decay"])
+    return _adam_from(before.master * q, before, g, options)
+
+
+def _adam(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    return _adam_from(before.master, before, g, options)
+
+
+def _adam_from(
+    p1: FloatArray, before: OracleState, g: FloatArray, options: dict[str, Any]
+) -> _Result:
+    beta1, beta2 = options["betas"]
+    step = options["step"]
+    c1, c2 = np.float32(1 - beta1), np.float32(1 - beta2)
+    u = np.float32(-(options["lr"] / (1 - beta1**step)))
+    r = np.float32(1 / (1 - beta2**step) ** 0.5)
+    m, v = before.state["exp_avg"], before.state["exp_avg_sq"]
+    s = g - m
+    if c1 < np.float32(0.5):
+        s = c1 * s
+        m = m + s
+    else:
+        s = s * (np.float32(1) - c1)
+        m = g - s
+    x = np.float32(beta2) * v
+    y = c2 * g
+    y = y * g
+    v = x + y
+    d = np.sqrt(v)
+    d = d * r
+    d = d + np.float32(options["eps"])
+    n = u * m
+    n = n / d
+    return p1 + n, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _lion(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    beta1, beta2 = options["betas"]
+    m = before.state["exp_avg"]
+    p1 = before.master * np.float32(1 - options["lr"] * options["weight_decay"])
+    x = np.float32(beta1) * m
+    y = np.float32(1 - beta1) * g
+    s = x + y
+    sign = (s > 0).astype(np.float32) - (s < 0).astype(np.float32)
+    n = np.float32(-options["lr"]) * sign
+    x = np.float32(beta2) * m
+    y = np.float32(1 - beta2) * g
+    return p1 + n, {"exp_avg": x + y}
+
+
+def _sgd(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    n = np.float32(-options["lr"]) * g
+    return before.master + n, {}
+
+
+def _momentum(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    mu = np.float32(options["momentum"])
+    c = np.float32(1 - options["dampening"]) if options["step"] > 1 else np.float32(1)
+    x = mu * before.state["momentum_buffer"]
+    y = c * g
+    m = x + y
+    n = m
+    if options["nesterov"]:
+        x = mu * m
+        n = g + x
+    n = np.float32(-options["lr"]) * n
+    return before.master + n, {"momentum_buffer": m}
+
+
+def _adagrad(before: OracleState, g: FloatArray, options: dict[str, Any]) -> _Result:
+    first = options["step"] == 1
+    a = np.float32(options["initial_accumulator_value"] if first else 0)
+    x = before.state["sum"] + a
+    y = g * g
+    v = x + y
+    d = np.sqrt(v)
+    d = d + np.float32(options["eps"])
+    n = np.float32(-(options["lr"] / (1 + (options["step"] - 1) * options["lr_decay"]))) * g
+    n = n / d
+    return before.master + n, {"sum": v}
+
+
+_RULES = {
+    "adamw": _adamw,
+    "adam": _adam,
+    "lion": _lion,
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adagrad": _adagrad,
+}
 
 
 def sum_of_squares(gradient: FloatArray, factors: Sequence[float] = ()) -> float:

@@ -19,11 +19,16 @@ struct guarded {
 	size_t page_bytes;
 };
 
+/* A kind of pass. */
+struct kind {
+	int rule, codec, parameter_dtype, gradient_dtype;
+};
+
 /* The operands of one pass, each at the start or at the end of its page. */
 struct placed {
 	void *arrays[NUM_OPERANDS];
 	size_t bytes[NUM_OPERANDS];
-	struct ofl_optim_adamw adamw;
+	struct ofl_optim_operands operands;
 };
 
 static struct guarded guarded_page(void)
@@ -44,16 +49,25 @@ static void fill(unsigned char *bytes, size_t num_bytes, unsigned seed)
 		bytes[i] = (unsigned char)(i % 2 ? 0x3c : (i * 37 + seed) % 251);
 }
 
-static struct placed place(struct guarded *pages, int codec, int dtype, size_t n,
+static size_t itemsize(int dtype)
+{
+	return dtype == OFL_OPTIM_F32 ? 4 : 2;
+}
+
+static struct placed place(struct guarded *pages, struct kind kind, size_t n,
 			   int is_at_end)
 {
-	const size_t parameter = codec == OFL_OPTIM_PARAMETER ? 4 : 2;
-	const size_t master = codec == OFL_OPTIM_SPLIT	? 2
-			      : codec == OFL_OPTIM_FP32 ? 4
-							: 0;
-	const size_t gradient = dtype == OFL_OPTIM_BF16 ? 2 : 4;
-	struct placed placed = {
-		.bytes = {parameter * n, master * n, gradient * n, 4 * n, 4 * n}};
+	const int has_first =
+		kind.rule != OFL_OPTIM_SGD && kind.rule != OFL_OPTIM_ADAGRAD;
+	const int has_second = kind.rule == OFL_OPTIM_ADAMW ||
+			       kind.rule == OFL_OPTIM_ADAM ||
+			       kind.rule == OFL_OPTIM_ADAGRAD;
+	const size_t master = kind.codec == OFL_OPTIM_SPLIT  ? 2
+			      : kind.codec == OFL_OPTIM_FP32 ? 4
+							     : 0;
+	struct placed placed = {.bytes = {itemsize(kind.parameter_dtype) * n, master * n,
+					  itemsize(kind.gradient_dtype) * n,
+					  has_first ? 4 * n : 0, has_second ? 4 * n : 0}};
 
 	for (int i = 0; i < NUM_OPERANDS; i++) {
 		unsigned char *at = pages[i].page;
@@ -63,34 +77,53 @@ static struct placed place(struct guarded *pages, int codec, int dtype, size_t n
 		fill(at, placed.bytes[i], (unsigned)i);
 		placed.arrays[i] = at;
 	}
-	placed.adamw = (struct ofl_optim_adamw){
-		.codec = codec,
-		.gradient_dtype = dtype,
+	placed.operands = (struct ofl_optim_operands){
+		.rule = kind.rule,
+		.codec = kind.codec,
+		.parameter_dtype = kind.parameter_dtype,
+		.gradient_dtype = kind.gradient_dtype,
 		.parameter = placed.arrays[0],
 		.master = master ? placed.arrays[1] : NULL,
 		.gradient = placed.arrays[2],
-		.exp_avg = placed.arrays[3],
-		.exp_avg_sq = placed.arrays[4],
+		.first = has_first ? placed.arrays[3] : NULL,
+		.second = has_second ? placed.arrays[4] : NULL,
 		.num_elements = n,
 		.scales = {0.5f, 3.0f},
 	};
 	return placed;
 }
 
-static void check_adamw(struct ofl_optim_pool *pool, struct guarded *pages,
-			struct guarded *others, int variant, int codec, int dtype)
+static const struct ofl_optim_scalars scalars = {
+	.b1 = 0.9f,
+	.c1 = 0.1f,
+	.b2 = 0.95f,
+	.c2 = 0.05f,
+	.q = 0.99f,
+	.w = 0.1f,
+	.u = -1e-3f,
+	.r = 1.5f,
+	.e = 1e-8f,
+	.a = 0.25f,
+	.is_nesterov = 1,
+};
+
+static void check_update(struct ofl_optim_pool *pool, struct guarded *pages,
+			 struct guarded *others, int variant, struct kind kind)
 {
 	for (size_t n = 0; n <= MAX_ELEMENTS; n++) {
 		for (int is_at_end = 0; is_at_end < 2; is_at_end++) {
-			struct placed a = place(pages, codec, dtype, n, is_at_end);
-			struct placed b = place(others, codec, dtype, n, is_at_end);
-			const struct ofl_optim_adamw_range range = {
-				0, n, {0.1f, 0.05f, 0.95f, 0.99f, -1e-3f, 1.5f, 1e-8f}};
+			struct placed a = place(pages, kind, n, is_at_end);
+			struct placed b = place(others, kind, n, is_at_end);
+			const struct ofl_optim_range range = {0, n, scalars};
+			struct ofl_optim_statistics found;
+			/* Both ways of going through the elements. */
+			struct ofl_optim_statistics *statistics = n % 2 ? &found : NULL;
 
-			CHECK_EQUAL(ofl_optim_adamw(pool, variant, &a.adamw, &range, 1),
+			CHECK_EQUAL(ofl_optim_update(pool, variant, &a.operands, &range,
+						     1, statistics),
 				    0);
-			CHECK_EQUAL(ofl_optim_adamw(pool, OFL_OPTIM_SCALAR, &b.adamw,
-						    &range, 1),
+			CHECK_EQUAL(ofl_optim_update(pool, OFL_OPTIM_SCALAR, &b.operands,
+						     &range, 1, NULL),
 				    0);
 			for (int i = 0; i < NUM_OPERANDS; i++)
 				CHECK(memcmp(a.arrays[i], b.arrays[i], a.bytes[i]) == 0);
@@ -98,18 +131,19 @@ static void check_adamw(struct ofl_optim_pool *pool, struct guarded *pages,
 	}
 }
 
-static void check_norm(struct ofl_optim_pool *pool, struct guarded *page, int variant,
-		       int dtype)
+static void check_gradients(struct ofl_optim_pool *pool, struct guarded *pages,
+			    struct guarded *others, int variant, int dtype)
 {
 	const float scales[2] = {0.5f, 3.0f};
-	const size_t itemsize = dtype == OFL_OPTIM_BF16 ? 2 : 4;
 
 	for (size_t n = 0; n <= MAX_ELEMENTS; n++) {
-		unsigned char *at = page->page + page->page_bytes - n * itemsize;
+		const size_t num_bytes = n * itemsize(dtype);
+		unsigned char *at = pages[0].page + pages[0].page_bytes - num_bytes;
 		const struct ofl_optim_gradient gradient = {at, n, dtype};
 		double sum = -1.0, expected = -2.0;
+		uint64_t count = 9;
 
-		fill(at, n * itemsize, 1);
+		fill(at, num_bytes, 1);
 		CHECK_EQUAL(ofl_optim_sums_of_squares(pool, variant, &gradient, 1, scales,
 						      &sum),
 			    0);
@@ -117,16 +151,45 @@ static void check_norm(struct ofl_optim_pool *pool, struct guarded *page, int va
 						      1, scales, &expected),
 			    0);
 		CHECK(memcmp(&sum, &expected, sizeof(sum)) == 0);
+		CHECK_EQUAL(ofl_optim_count_nonfinite(pool, variant, &gradient, &count),
+			    0);
+		CHECK_EQUAL(count, 0);
+		for (int into = 0; into <= OFL_OPTIM_F16; into++) {
+			const size_t sum_bytes = n * itemsize(into);
+			unsigned char *a =
+				pages[1].page + pages[1].page_bytes - sum_bytes;
+			unsigned char *b = others[1].page;
+
+			fill(a, sum_bytes, 2);
+			fill(b, sum_bytes, 2);
+			CHECK_EQUAL(
+				ofl_optim_accumulate(pool, variant, a, into, &gradient),
+				0);
+			CHECK_EQUAL(ofl_optim_accumulate(pool, OFL_OPTIM_SCALAR, b, into,
+							 &gradient),
+				    0);
+			CHECK(memcmp(a, b, sum_bytes) == 0);
+		}
 	}
 }
 
 static void check_variant(struct ofl_optim_pool *pool, struct guarded *pages,
 			  struct guarded *others, int variant)
 {
-	for (int dtype = OFL_OPTIM_BF16; dtype <= OFL_OPTIM_F32; dtype++) {
-		for (int codec = OFL_OPTIM_SPLIT; codec <= OFL_OPTIM_PARAMETER; codec++)
-			check_adamw(pool, pages, others, variant, codec, dtype);
-		check_norm(pool, &pages[0], variant, dtype);
+	static const int forms[][2] = {
+		{OFL_OPTIM_SPLIT, OFL_OPTIM_BF16},
+		{OFL_OPTIM_FP32, OFL_OPTIM_BF16},
+		{OFL_OPTIM_FP32, OFL_OPTIM_F16},
+		{OFL_OPTIM_PARAMETER, OFL_OPTIM_F32},
+	};
+
+	for (int dtype = 0; dtype <= OFL_OPTIM_F16; dtype++) {
+		for (int rule = 0; rule < OFL_OPTIM_NUM_RULES; rule++)
+			for (size_t form = 0; form < 4; form++)
+				check_update(pool, pages, others, variant,
+					     (struct kind){rule, forms[form][0],
+							   forms[form][1], dtype});
+		check_gradients(pool, pages, others, variant, dtype);
 	}
 }
 
@@ -148,26 +211,39 @@ static void check_copy(struct ofl_optim_pool *pool, struct guarded *pages)
 	}
 }
 
+static int try_update(struct ofl_optim_pool *pool, int variant,
+		      const struct ofl_optim_operands *operands,
+		      const struct ofl_optim_range *range)
+{
+	return ofl_optim_update(pool, variant, operands, range, 1, NULL);
+}
+
 static void check_refusals(struct ofl_optim_pool *pool, struct guarded *pages)
 {
-	struct placed a = place(pages, OFL_OPTIM_SPLIT, OFL_OPTIM_BF16, 8, 0);
-	struct ofl_optim_adamw_range range = {.start = 0, .stop = 9};
+	const struct kind kind = {OFL_OPTIM_ADAMW, OFL_OPTIM_SPLIT, OFL_OPTIM_BF16,
+				  OFL_OPTIM_BF16};
+	struct placed a = place(pages, kind, 8, 0);
+	struct ofl_optim_range range = {.start = 0, .stop = 9};
 	struct ofl_optim_pool *none = NULL;
 
-	CHECK_EQUAL(ofl_optim_adamw(pool, OFL_OPTIM_SCALAR, &a.adamw, &range, 1),
-		    -EINVAL);
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
 	range.stop = 8;
-	CHECK_EQUAL(ofl_optim_adamw(NULL, OFL_OPTIM_SCALAR, &a.adamw, &range, 1),
+	CHECK_EQUAL(try_update(NULL, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_NUM_VARIANTS, &a.operands, &range),
 		    -EINVAL);
-	CHECK_EQUAL(ofl_optim_adamw(pool, 3, &a.adamw, &range, 1), -EINVAL);
-	a.adamw.exp_avg = (float *)(void *)(pages[3].page + 2);
-	CHECK_EQUAL(ofl_optim_adamw(pool, OFL_OPTIM_SCALAR, &a.adamw, &range, 1),
-		    -EINVAL);
-	a.adamw.exp_avg = NULL;
-	CHECK_EQUAL(ofl_optim_adamw(pool, OFL_OPTIM_SCALAR, &a.adamw, &range, 1),
-		    -EINVAL);
+	a.operands.first = (float *)(void *)(pages[3].page + 2);
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
+	a.operands.first = NULL;
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
+	a = place(pages, kind, 8, 0);
+	a.operands.parameter_dtype = OFL_OPTIM_F16;
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
+	a = place(pages, kind, 8, 0);
+	a.operands.rule = OFL_OPTIM_NUM_RULES;
+	CHECK_EQUAL(try_update(pool, OFL_OPTIM_SCALAR, &a.operands, &range), -EINVAL);
 	CHECK_EQUAL(ofl_optim_pool_open(&none, 0), -EINVAL);
 	CHECK_EQUAL(ofl_optim_parse_features("avx512, avx2,"), 3);
+	CHECK_EQUAL(ofl_optim_parse_features("neon"), 4);
 	CHECK_EQUAL(ofl_optim_parse_features(""), 0);
 	CHECK_EQUAL(ofl_optim_parse_features("avx"), -EINVAL);
 	CHECK_EQUAL(ofl_optim_parse_features("avx512f"), -EINVAL);

@@ -61,24 +61,32 @@ static void free_state(struct state *state)
 static void *steps(void *argument)
 {
 	const struct state *state = argument;
-	const struct ofl_optim_adamw adamw = {
+	const struct ofl_optim_operands operands = {
+		.rule = OFL_OPTIM_ADAMW,
 		.codec = OFL_OPTIM_SPLIT,
 		.gradient_dtype = OFL_OPTIM_BF16,
 		.parameter = state->parameter,
 		.master = state->master_low,
 		.gradient = state->gradient,
-		.exp_avg = state->exp_avg,
-		.exp_avg_sq = state->exp_avg_sq,
+		.first = state->exp_avg,
+		.second = state->exp_avg_sq,
 		.num_elements = NUM_ELEMENTS,
 		.scales = {1.0f, 1.0f},
 	};
-	const struct ofl_optim_adamw_range range = {
-		0, NUM_ELEMENTS, {0.1f, 0.05f, 0.95f, 0.99f, -1e-3f, 1.5f, 1e-8f}};
+	const struct ofl_optim_range range = {0,
+					      NUM_ELEMENTS,
+					      {.c1 = 0.1f,
+					       .c2 = 0.05f,
+					       .b2 = 0.95f,
+					       .q = 0.99f,
+					       .u = -1e-3f,
+					       .r = 1.5f,
+					       .e = 1e-8f}};
 
 	for (int i = 0; i < NUM_STEPS; i++)
-		CHECK_EQUAL(
-			ofl_optim_adamw(state->pool, OFL_OPTIM_SCALAR, &adamw, &range, 1),
-			0);
+		CHECK_EQUAL(ofl_optim_update(state->pool, OFL_OPTIM_SCALAR, &operands,
+					     &range, 1, NULL),
+			    0);
 	return NULL;
 }
 

@@ -15,5 +15,9 @@ class TestAvx512(KernelConformance):
     name = "avx512"
 
 
+class TestNeon(KernelConformance):
+    name = "neon"
+
+
 class TestTorch(KernelConformance):
     name = "torch"

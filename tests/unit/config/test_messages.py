@@ -71,7 +71,6 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("optimizer.name", "lion"),
         ("tiers.device.kind", "cuda"),
         ("tiers.device.memory", "1GiB"),
         ("tiers.storage.paths", ["/a", "/b"]),

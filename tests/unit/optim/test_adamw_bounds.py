@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from offload.optim.kernels import AdamWOperands, AdamWRange, adamw_scalars, load_kernels
+from offload.optim.kernels import Operands, Range, adamw_scalars, load_kernels
 
 SIZE = 20_000
 NUM_STEPS = 12
@@ -91,11 +91,10 @@ def assert_within(found: State, expected: State, bounds: Bounds) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_a_step_is_within_the_stated_bounds(betas: tuple[float, float], scale: float) -> None:
     rng = np.random.default_rng(0)
-    operands = AdamWOperands(
+    operands = Operands(
         parameter=torch.from_numpy(rng.standard_normal(SIZE).astype(np.float32)),
         gradient=torch.zeros(SIZE),
-        exp_avg=torch.zeros(SIZE),
-        exp_avg_sq=torch.zeros(SIZE),
+        state={"exp_avg": torch.zeros(SIZE), "exp_avg_sq": torch.zeros(SIZE)},
     )
     kernels = load_kernels()
 
@@ -109,19 +108,19 @@ def test_a_step_is_within_the_stated_bounds(betas: tuple[float, float], scale: f
         }
         before = State(
             weight=operands.parameter.double().numpy(),
-            exp_avg=operands.exp_avg.double().numpy(),
-            exp_avg_sq=operands.exp_avg_sq.double().numpy(),
+            exp_avg=operands.state["exp_avg"].double().numpy(),
+            exp_avg_sq=operands.state["exp_avg_sq"].double().numpy(),
         )
         gradient = (rng.standard_normal(SIZE) * scale).astype(np.float32)
         operands.gradient = torch.from_numpy(gradient)
 
-        whole = AdamWRange(start=0, stop=SIZE, scalars=adamw_scalars(**options))
-        kernels.adamw(operands, [whole])
+        whole = Range(start=0, stop=SIZE, scalars=adamw_scalars(**options))
+        kernels.update(operands, [whole])
 
         after = State(
             weight=operands.parameter.double().numpy(),
-            exp_avg=operands.exp_avg.double().numpy(),
-            exp_avg_sq=operands.exp_avg_sq.double().numpy(),
+            exp_avg=operands.state["exp_avg"].double().numpy(),
+            exp_avg_sq=operands.state["exp_avg_sq"].double().numpy(),
         )
         exact, bounds = in_float64(before, gradient, options)
         assert_within(after, exact, bounds)

@@ -1,0 +1,249 @@
+"""How fast optimizer kernels are beside what the memory can do, and beside torch's own."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload._native import optim as native
+from offload.bench.environment import describe_environment
+from offload.bench.optim_memory import OptimMemory
+from offload.bench.optim_options import OptimBenchOptions, OptimCase
+from offload.optim.kernels import Kernels, Range, adamw_scalars, load_kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimResult:
+    """What one case reached; medians of interleaved rounds."""
+
+    optimizer: str
+    codec: str
+    gradient_dtype: str
+    parameter_dtype: str
+    isa: str
+    threads: int
+    parameters: int
+    seconds: float
+    parameters_per_s: float
+    bytes_per_parameter: int
+    bytes_per_s: float
+    memcpy_bytes_per_s: float
+    ratio_to_memcpy: float
+    spread: float
+    """The slowest round over the fastest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperResult:
+    """What one gradient helper reached beside a plain read in the same rounds."""
+
+    helper: str
+    gradient_dtype: str
+    isa: str
+    threads: int
+    bytes_per_s: float
+    reference: str
+    """`read`, or for what also writes `copy`."""
+    reference_bytes_per_s: float
+    ratio_to_reference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchResult:
+    """torch's fused AdamW on as many parameters and threads."""
+
+    fused_parameters_per_s: float
+    fused_with_casts_parameters_per_s: float
+    """With the gradient cast to fp32 before it and the master to bf16 after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimReport:
+    """All results of one run."""
+
+    results: list[OptimResult]
+    helpers: list[HelperResult]
+    torch: TorchResult
+    environment: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the object that `--json` prints."""
+        return asdict(self)
+
+
+def run_optim_bench(
+    options: OptimBenchOptions, *, on_case: Callable[[OptimCase], None] = lambda _: None
+) -> OptimReport:
+    """Measures every case, the gradient helpers and torch, one after the other."""
+    results: list[OptimResult] = []
+    helpers: list[HelperResult] = []
+    measured: set[tuple[str, int, str]] = set()
+    for case in options.cases():
+        on_case(case)
+        memory = OptimMemory(case, num_parameters=options.num_parameters)
+        memory.open()
+        kernels = load_kernels(case.isa, num_threads=case.threads)
+        results.append(_measure(case, memory, kernels, options))
+        key = (case.isa, case.threads, case.gradient_dtype)
+        if key not in measured:
+            measured.add(key)
+            helpers += _measure_helpers(case, memory, kernels, options)
+        # Cycles would keep the arena, of gigabytes, beside that of the next case.
+        del memory
+        gc.collect()
+    return OptimReport(
+        results=results,
+        helpers=helpers,
+        torch=_measure_torch(options),
+        environment=describe_environment(),
+    )
+
+
+def interleaved(actions: dict[str, Callable[[], object]], *, num_rounds: int) -> dict[str, Any]:
+    """Returns the seconds of each action in each round, after one round that does not count.
+
+    Interleaved, since a machine's memory and clock change from one second to the next.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for index in range(num_rounds + 1):
+        for name, action in actions.items():
+            started_s = time.perf_counter()
+            action()
+            elapsed_s = time.perf_counter() - started_s
+            if index:
+                seconds[name].append(elapsed_s)
+    return seconds
+
+
+def _measure(
+    case: OptimCase, memory: OptimMemory, kernels: Kernels, options: OptimBenchOptions
+) -> OptimResult:
+    scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
+    whole = Range(start=0, stop=options.num_parameters, scalars=scalars)
+    seconds = interleaved(
+        {
+            "memcpy": _copier(case, memory, is_nontemporal=False),
+            "non-temporal": _copier(case, memory, is_nontemporal=True),
+            "pass": lambda: kernels.update(memory.operands, [whole]),
+        },
+        num_rounds=options.num_rounds,
+    )
+    typical_s = {name: statistics.median(each) for name, each in seconds.items()}
+    copied_bytes = 2 * memory.source.numel() * memory.source.element_size()
+    copy_rate = copied_bytes / min(typical_s["memcpy"], typical_s["non-temporal"])
+    rate = options.num_parameters * memory.bytes_per_parameter / typical_s["pass"]
+    return OptimResult(
+        optimizer=case.optimizer,
+        codec=case.codec,
+        gradient_dtype=case.gradient_dtype,
+        parameter_dtype=case.parameter_dtype,
+        isa=case.isa,
+        threads=case.threads,
+        parameters=options.num_parameters,
+        seconds=typical_s["pass"],
+        parameters_per_s=options.num_parameters / typical_s["pass"],
+        bytes_per_parameter=memory.bytes_per_parameter,
+        bytes_per_s=rate,
+        memcpy_bytes_per_s=copy_rate,
+        ratio_to_memcpy=rate / copy_rate,
+        spread=max(seconds["pass"]) / min(seconds["pass"]),
+    )
+
+
+def _measure_helpers(
+    case: OptimCase, memory: OptimMemory, kernels: Kernels, options: OptimBenchOptions
+) -> list[HelperResult]:
+    gradient, other = memory.operands.gradient, memory.target.view(memory.operands.gradient.dtype)
+    accumulator = other[: gradient.numel()]
+    seconds = interleaved(
+        {
+            "read": _reader(case, gradient),
+            "copy": _copier(case, memory, is_nontemporal=True),
+            "norm": lambda: kernels.sums_of_squares([gradient]),
+            "nonfinite": lambda: kernels.count_nonfinite([gradient]),
+            "accumulate": lambda: kernels.accumulate(accumulator, gradient),
+        },
+        num_rounds=options.num_rounds,
+    )
+    typical_s = {name: statistics.median(each) for name, each in seconds.items()}
+    gradient_bytes = gradient.numel() * gradient.element_size()
+    copied_bytes = 2 * memory.source.numel() * memory.source.element_size()
+    rates = {
+        "read": gradient_bytes / typical_s["read"],
+        "copy": copied_bytes / typical_s["copy"],
+        "norm": gradient_bytes / typical_s["norm"],
+        "nonfinite": gradient_bytes / typical_s["nonfinite"],
+        "accumulate": 3 * gradient_bytes / typical_s["accumulate"],
+    }
+    references = {"norm": "read", "nonfinite": "read", "accumulate": "copy"}
+    return [
+        HelperResult(
+            helper=helper,
+            gradient_dtype=case.gradient_dtype,
+            isa=case.isa,
+            threads=case.threads,
+            bytes_per_s=rates[helper],
+            reference=reference,
+            reference_bytes_per_s=rates[reference],
+            ratio_to_reference=rates[helper] / rates[reference],
+        )
+        for helper, reference in references.items()
+    ]
+
+
+def _copier(case: OptimCase, memory: OptimMemory, *, is_nontemporal: bool) -> Callable[[], object]:
+    source, target = memory.source, memory.target
+    if not native.available():
+        return lambda: target.copy_(source)
+    return lambda: native.copy(
+        target=target.data_ptr(),
+        source=source.data_ptr(),
+        num_bytes=source.numel() * source.element_size(),
+        is_nontemporal=is_nontemporal,
+        num_threads=case.threads,
+    )
+
+
+def _reader(case: OptimCase, values: Tensor) -> Callable[[], object]:
+    if not native.available():
+        return lambda: values.view(torch.int16).bitwise_or(0)
+    variant = case.isa if case.isa != "torch" else native.variants()[0]
+    return lambda: native.read(
+        variant,
+        source=values.data_ptr(),
+        num_bytes=values.numel() * values.element_size(),
+        num_threads=case.threads,
+    )
+
+
+def _measure_torch(options: OptimBenchOptions) -> TorchResult:
+    master = torch.full((options.num_parameters,), 0.01)
+    master.grad = torch.full_like(master, 0.5)
+    half, half_gradient = master.bfloat16(), master.grad.bfloat16()
+    optimizer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.1, fused=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(options.threads))
+
+    def step_with_casts() -> None:
+        assert master.grad is not None
+        master.grad.copy_(half_gradient)
+        optimizer.step()
+        half.copy_(master.detach())
+
+    try:
+        seconds = interleaved(
+            {"fused": optimizer.step, "with casts": step_with_casts},
+            num_rounds=options.num_rounds,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return TorchResult(
+        fused_parameters_per_s=options.num_parameters / statistics.median(seconds["fused"]),
+        fused_with_casts_parameters_per_s=options.num_parameters
+        / statistics.median(seconds["with casts"]),
+    )

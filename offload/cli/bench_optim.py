@@ -1,0 +1,108 @@
+"""`offload bench optim`: its options and its tables."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.output import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload.bench.optim import OptimReport
+
+
+def bench_optim(
+    context: typer.Context,
+    parameters: Annotated[
+        str, typer.Option(help="How many; 26 to 34 bytes of memory each, and 20 for torch.")
+    ] = "50e6",
+    threads: Annotated[
+        list[int] | None, typer.Option(help="Repeat it for several. [default: usable CPUs]")
+    ] = None,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(help="adamw, adam, lion, sgd, momentum, adagrad. [default: adamw]"),
+    ] = None,
+    codec: Annotated[list[str] | None, typer.Option(help="split, fp32. [default: both]")] = None,
+    parameter_dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
+    gradient_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bfloat16, float16, float32. [default: bfloat16]"),
+    ] = None,
+    isa: Annotated[
+        list[str] | None,
+        typer.Option(help="avx512, avx2, neon, scalar, torch, all. [default: the best here]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Of which the median is taken.")] = 7,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write charts to this .svg file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
+    ] = False,
+) -> None:
+    """Measure the optimizer kernels beside a copy of memory, and beside torch's."""
+    from offload.bench.optim import run_optim_bench
+    from offload.bench.optim_options import parse_options
+    from offload.bench.optim_plot import require_plottable, write_plot
+
+    output: Output = context.obj
+    output.as_json = as_json
+    options = parse_options(
+        parameters=parameters,
+        threads=threads or (),
+        optimizer=optimizer or (),
+        codec=codec or (),
+        parameter_dtype=parameter_dtype,
+        gradient_dtype=gradient_dtype or (),
+        isa=isa or (),
+        rounds=rounds,
+    )
+    if plot is not None:
+        require_plottable(plot)
+    progress = output.progress_console()
+    report = run_optim_bench(
+        options,
+        on_case=lambda case: progress.print(
+            f"measuring {case.optimizer}, {case.codec}, {case.isa}, {case.threads} threads"
+        ),
+    )
+    if plot is not None:
+        write_plot(plot, report)
+    output.show(report, _render)
+
+
+def _render(console: "Console", report: "OptimReport") -> None:
+    from rich.table import Table
+
+    table = Table("optimizer", "codec", "gradient", "kernels", "10⁹ param/s", "GB/s", "x copy")
+    for r in report.results:
+        table.add_row(
+            r.optimizer,
+            r.codec,
+            r.gradient_dtype,
+            f"{r.isa} x{r.threads}",
+            f"{r.parameters_per_s / 1e9:.2f}",
+            f"{r.bytes_per_s / 1e9:.1f}",
+            f"{r.ratio_to_memcpy:.2f}",
+        )
+    console.print(table)
+    helpers = Table("gradient helper", "dtype", "kernels", "GB/s", "beside")
+    for h in report.helpers:
+        helpers.add_row(
+            h.helper,
+            h.gradient_dtype,
+            f"{h.isa} x{h.threads}",
+            f"{h.bytes_per_s / 1e9:.1f}",
+            f"{h.ratio_to_reference:.2f} x {h.reference}",
+        )
+    console.print(helpers)
+    fused, casts = (
+        report.torch.fused_parameters_per_s,
+        report.torch.fused_with_casts_parameters_per_s,
+    )
+    console.print(
+        f"torch fused AdamW: {fused / 1e9:.2f} 10⁹ param/s; with both casts {casts / 1e9:.2f}"
+    )

@@ -1,0 +1,223 @@
+"""What the optimizers share: parameters of a wrapped model, state in the tiered store."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, overload
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StoreError
+from offload.optim.gradient import Accumulator
+from offload.optim.pipeline import ParameterUpdate
+from offload.optim.scalars import Scalars
+from offload.optim.whole import WholeUpdate
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+
+_NEVER = {
+    "amsgrad": "a third moment is kept nowhere; leave `amsgrad` out",
+    "maximize": "gradients are not negated; negate the loss",
+    "foreach": "the update is one fused pass already; leave `foreach` out",
+    "fused": "the update is one fused pass already; leave `fused` out",
+    "capturable": "updates are not part of a CUDA graph; leave `capturable` out",
+    "differentiable": "updates cannot be differentiated; leave `differentiable` out",
+    "decoupled_weight_decay": "use `AdamW` for decoupled weight decay",
+}
+"""Options of torch's optimizers that are accepted only as None or False, and why."""
+
+
+class UpdateEngine(Protocol):
+    """What an optimizer asks of the session that keeps its state."""
+
+    def use_rule(self, rule: str, *, takes_whole: bool) -> None:
+        """Lays the state out for `rule`; refuses where there is another one's already.
+
+        Args:
+            rule: Of the kernels.
+            takes_whole: Whether the optimizer updates whole matrices.
+        """
+        ...
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """Returns the name under which the engine keeps `parameter`, or None."""
+        ...
+
+    def is_whole(self, name: str) -> bool:
+        """Tells whether the parameter is laid out to be updated as a whole matrix."""
+        ...
+
+    def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
+        """Returns the gradient to apply, or None if the parameter has none in this step."""
+        ...
+
+    def step_of(self, name: str) -> int:
+        """Returns how many updates the parameter has had."""
+        ...
+
+    def apply(self, updates: dict[str, ParameterUpdate]) -> None:
+        """Updates the named parameters and counts one completed optimizer step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Which values an option may have."""
+
+    least: float = 0.0
+    below: float = float("inf")
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value < self.below
+
+    def __str__(self) -> str:
+        if self.below == float("inf"):
+            return f"{self.least:g} or more"
+        return f"between {self.least:g} and {self.below:g}, {self.below:g} excluded"
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose state lives in the tiered store.
+
+    A parameter without a gradient is not touched: no decay, no step. Options may differ by
+    param_group and be edited between steps. `docs/numerics.md` has the arithmetic.
+
+    Args:
+        params: Parameters, (name, parameter) pairs or param_groups of a wrapped model.
+        engine: Keeps the state and applies the updates.
+        defaults: The optimizer's own options.
+        others: Options of torch's optimizer of that name that have no effect here: only None
+            and False are accepted.
+
+    Raises:
+        ConfigError: A value is out of range, an option is not supported, or a parameter does
+            not belong to a wrapped model.
+        StoreError: The store holds the state of another optimizer.
+    """
+
+    TITLE: ClassVar[str]
+    """The optimizer's name in messages, as torch has it."""
+
+    TAKES_WHOLE: ClassVar[bool] = False
+    """Whether it updates whole matrices by `whole_update`."""
+
+    BOUNDS: ClassVar[Mapping[str, Bounds]]
+    """The numbers among the options; of a pair each member."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        *,
+        engine: UpdateEngine,
+        defaults: dict[str, Any],
+        others: Mapping[str, Any],
+    ) -> None:
+        self._engine = engine
+        self._refuse(others)
+        self._options = frozenset(defaults)
+        super().__init__(params, defaults)
+        engine.use_rule(self.rule(), takes_whole=self.TAKES_WHOLE)
+
+    def rule(self) -> str:
+        """Returns the update rule of the kernels, given the param_groups."""
+        raise NotImplementedError
+
+    def scalars(self, group: dict[str, Any], step: int) -> Scalars:
+        """Returns the scalars of a parameter of `group` in its own step `step`, from 1."""
+        raise NotImplementedError
+
+    def whole_update(self, group: dict[str, Any]) -> WholeUpdate | None:
+        """Returns how whole matrices of `group` are updated; None: by the kernels."""
+        del group
+        return None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters of a wrapped model with options of their own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            self._check_parameters(group)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; returns what `closure` returned."""
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: dict[str, ParameterUpdate] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._engine.name_of(parameter)
+                accumulator = self._engine.accumulator_of(parameter)
+                if name is not None and accumulator is not None:
+                    updates[name] = self._update_of(group, name, accumulator)
+        self._engine.apply(updates)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuses: the state is in the store, and a copy without it would resume wrongly."""
+        raise StoreError(
+            "cannot copy the optimizer state into a `state_dict`: it lives in the session's "
+            "store; save with `session.commit(metadata=...)` and resume by opening the session "
+            "on the same paths"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses, as `state_dict` does."""
+        del state_dict
+        raise StoreError(
+            "cannot load a `state_dict` into an optimizer whose state lives in the session's "
+            "store; open the session on the store of the run to resume"
+        )
+
+    def _update_of(
+        self, group: dict[str, Any], name: str, accumulator: Accumulator
+    ) -> ParameterUpdate:
+        scales = tuple(accumulator.scales)
+        if self._engine.is_whole(name):
+            return ParameterUpdate(scales=scales, whole=self.whole_update(group))
+        scalars = self.scalars(group, self._engine.step_of(name) + 1)
+        return ParameterUpdate(scales=scales, scalars=scalars)
+
+    def _refuse(self, others: Mapping[str, Any]) -> None:
+        for name, value in others.items():
+            if name not in _NEVER:
+                raise ConfigError(
+                    f"cannot make {self.TITLE} with option `{name}`: it has none of that name; "
+                    "leave it out"
+                )
+            if value:
+                raise ConfigError(
+                    f"cannot make {self.TITLE} with `{name}` = {value}: {_NEVER[name]}"
+                )
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name, bounds in self.BOUNDS.items():
+            given = group[name]
+            for value in given if isinstance(given, (tuple, list)) else (given,):
+                if float(value) not in bounds:
+                    raise ConfigError(
+                        f"cannot make {self.TITLE} with `{name}` = {given}: expected {bounds}; "
+                        f"correct `{name}`"
+                    )
+        known = self._options | {"params", "param_names", "initial_lr"}
+        self._refuse({name: group[name] for name in sorted(group.keys() - known)})
+
+    def _check_parameters(self, group: dict[str, Any]) -> None:
+        for index, parameter in enumerate(group["params"]):
+            if self._engine.name_of(parameter) is None:
+                raise ConfigError(
+                    f"cannot optimise parameter {index} of param_group "
+                    f"{len(self.param_groups) - 1}, shape {tuple(parameter.shape)}: expected "
+                    "a trainable parameter of a wrapped model, found another tensor; call "
+                    "`session.wrap(model)` first and pass `model.parameters()` after it"
+                )

@@ -1,0 +1,95 @@
+"""A smoke run of `offload bench optim`, and what it counts."""
+
+import json
+
+import pytest
+
+from offload.bench.optim import run_optim_bench
+from offload.bench.optim_options import parse_options
+from offload.bench.optim_plot import write_plot
+from offload.cli.app import run
+from offload.errors import ConfigError
+from offload.optim.kernels import kernel_names
+
+RESULT_KEYS = {
+    "optimizer",
+    "codec",
+    "gradient_dtype",
+    "parameter_dtype",
+    "isa",
+    "threads",
+    "parameters",
+    "seconds",
+    "parameters_per_s",
+    "bytes_per_parameter",
+    "bytes_per_s",
+    "memcpy_bytes_per_s",
+    "ratio_to_memcpy",
+}
+
+
+def test_the_command_prints_the_promised_keys(tmp_path, capsys):
+    plot = tmp_path / "plot.svg"
+
+    sizes = ["--parameters", "1e5", "--rounds", "1", "--threads", "1", "--threads", "2"]
+    optimizers = ["--optimizer", "adamw", "--optimizer", "lion"]
+    code = run(["bench", "optim", *sizes, *optimizers, "--plot", str(plot), "--json"])
+
+    values = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert len(values["results"]) == 8
+    assert all(result.keys() >= RESULT_KEYS for result in values["results"])
+    assert {r["isa"] for r in values["results"]} == {kernel_names()[0]}
+    assert values["torch"].keys() == {
+        "fused_parameters_per_s",
+        "fused_with_casts_parameters_per_s",
+    }
+    assert plot.read_text().startswith("<svg")
+
+
+def test_bytes_are_those_that_the_pass_reads_and_writes():
+    options = parse_options(parameters="1000", optimizer=["adamw", "sgd"], rounds=1)
+
+    results = run_optim_bench(options).results
+
+    found = {(r.optimizer, r.codec): r.bytes_per_parameter for r in results}
+    # docs/numerics.md and the layout of state: bf16 parameters and gradients.
+    assert found == {
+        ("adamw", "split"): 26,
+        ("adamw", "fp32"): 28,
+        ("sgd", "split"): 10,
+        ("sgd", "fp32"): 12,
+    }
+    for result in results:
+        expected = 1000 * result.bytes_per_parameter / result.seconds
+        assert result.bytes_per_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parameters": "none"}, "--parameters"),
+        ({"parameters": "0"}, "1 or more"),
+        ({"optimizer": ["muon"]}, "one of adamw"),
+        ({"codec": ["zip"]}, "one of split, fp32"),
+        ({"isa": ["sse"]}, "--isa"),
+        ({"threads": [0]}, "--threads"),
+        ({"codec": ["split"], "parameter_dtype": "float16"}, "cannot encode"),
+        ({"rounds": 0}, "--rounds"),
+    ],
+)
+def test_wrong_options_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_options(**wrong)
+
+
+def test_a_plot_overwrites_only_plots(tmp_path):
+    mine = tmp_path / "mine.svg"
+    mine.write_text("<svg>mine</svg>")
+    report = run_optim_bench(parse_options(parameters="100", rounds=1))
+
+    for file in (mine, tmp_path / "plot.png", tmp_path / "none" / "plot.svg"):
+        with pytest.raises(ConfigError, match="cannot plot"):
+            write_plot(file, report)
+
+    assert mine.read_text() == "<svg>mine</svg>"
