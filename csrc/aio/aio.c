@@ -13,6 +13,7 @@
 #define NS_PER_S 1000000000LL
 
 static const struct ofl_aio_backend_ops *const backends[] = {
+	&ofl_aio_backend_uring,
 	&ofl_aio_backend_libaio,
 	&ofl_aio_backend_threads,
 };
@@ -70,6 +71,29 @@ void ofl_aio_close(struct ofl_aio *queue)
 	queue->ops->stop(queue);
 	pthread_mutex_destroy(&queue->lock);
 	free(queue);
+}
+
+int ofl_aio_register(struct ofl_aio *queue, void *buf, size_t len)
+{
+	int error;
+
+	if (!buf || !len)
+		return -EINVAL;
+	if (!queue->ops->register_memory)
+		return -EOPNOTSUPP;
+	pthread_mutex_lock(&queue->lock);
+	error = queue->ops->register_memory(queue, buf, len);
+	pthread_mutex_unlock(&queue->lock);
+	return error;
+}
+
+void ofl_aio_unregister(struct ofl_aio *queue, void *buf)
+{
+	if (!queue->ops->unregister_memory)
+		return;
+	pthread_mutex_lock(&queue->lock);
+	queue->ops->unregister_memory(queue, buf);
+	pthread_mutex_unlock(&queue->lock);
 }
 
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats)

@@ -13,8 +13,8 @@
  *
  *	struct ofl_aio *q;
  *	struct ofl_aio_request *r;
- *	struct ofl_aio_options o = { "libaio", 8, 1 << 20 };
- *	struct ofl_aio_transfer t = { fd, OFL_AIO_READ, 0, 512, buf, len, offset };
+ *	struct ofl_aio_options o = { .backend = "libaio", .queue_depth = 8, .block_bytes =
+ *1 << 20 }; struct ofl_aio_transfer t = { fd, OFL_AIO_READ, 0, 512, buf, len, offset };
  *
  *	ofl_aio_open(&o, &q);
  *	ofl_aio_submit(q, &t, &r);
@@ -46,7 +46,7 @@ struct ofl_aio;
 struct ofl_aio_request;
 
 struct ofl_aio_options {
-	const char *backend;  /* "libaio" or "threads" */
+	const char *backend;  /* "io_uring", "libaio" or "threads" */
 	uint32_t queue_depth; /* 1 to OFL_AIO_MAX_QUEUE_DEPTH pieces in flight */
 	size_t block_bytes;   /* 1 to OFL_AIO_MAX_BLOCK_BYTES bytes per piece */
 };
@@ -76,6 +76,9 @@ struct ofl_aio_stats {
 /*
  * Open a queue and start its threads.
  *
+ * "io_uring" submits and waits with one call of the kernel, on one thread.  It is
+ * there where liburing was found when this library was built.  It suits files
+ * opened with O_DIRECT; on others the kernel may use threads of its own.
  * "libaio" submits through the kernel's io_submit(2), without the library of
  * that name, on one thread.  It suits files opened with O_DIRECT; on others the
  * kernel carries out each piece inside io_submit, one after the other.
@@ -87,7 +90,8 @@ struct ofl_aio_stats {
  * Returns 0, or -EINVAL (unknown backend, a value out of range), -ENOMEM,
  * -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more
  * threads allowed), -ENOSYS or -EPERM (the kernel or a container refuses
- * io_setup), -EMFILE.  On error *queue is not changed and nothing is left.
+ * io_uring_setup or io_setup), -EOPNOTSUPP (io_uring: built without liburing),
+ * -EMFILE.  On error *queue is not changed and nothing is left.
  */
 int ofl_aio_open(const struct ofl_aio_options *options, struct ofl_aio **queue);
 
@@ -147,6 +151,25 @@ int ofl_aio_result(struct ofl_aio_request *request, struct ofl_aio_result *resul
  * its buffer still belongs to the queue until then.
  */
 void ofl_aio_release(struct ofl_aio_request *request);
+
+/*
+ * Register memory that many transfers will use, so that the kernel looks up and
+ * holds its pages once and not for each transfer.  Pieces that lie inside it use
+ * the registration; results are the same with and without.
+ *
+ * The pages count against RLIMIT_MEMLOCK.  The memory stays mapped until
+ * ofl_aio_unregister() or the end of ofl_aio_close(): else transfers to a new
+ * mapping at its address would reach the old pages.
+ *
+ * Returns 0, or -EOPNOTSUPP (the backend or the kernel has no such thing), -ENOMEM
+ * (RLIMIT_MEMLOCK), -ENOSPC (256 pieces of 1 GiB are registered), -EINVAL, -EFAULT.
+ * On error nothing is registered and transfers work all the same.  Thread-safe.
+ */
+int ofl_aio_register(struct ofl_aio *queue, void *buf, size_t len);
+
+/* End the registration that began at buf; no transfer may be using the memory.
+ * Thread-safe. */
+void ofl_aio_unregister(struct ofl_aio *queue, void *buf);
 
 /* Store the counters since the queue was opened.  Thread-safe. */
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats);

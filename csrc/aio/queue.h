@@ -74,7 +74,11 @@ struct ofl_aio_backend_ops {
 	void (*stop)(struct ofl_aio *queue);
 	/* Of backends that work piece by piece: one call of the kernel, which
 	 * returns a count or -errno.  The "threads" backend calls it. */
-	ssize_t (*transfer)(const struct ofl_aio_rest *rest);
+	ssize_t (*transfer)(struct ofl_aio *queue, const struct ofl_aio_rest *rest);
+	/* As ofl_aio_register() and ofl_aio_unregister(), with queue->lock held.
+	 * Of backends that have no use for it: NULL. */
+	int (*register_memory)(struct ofl_aio *queue, void *buf, size_t len);
+	void (*unregister_memory)(struct ofl_aio *queue, void *buf);
 };
 
 struct ofl_aio {
@@ -97,6 +101,7 @@ enum ofl_aio_next {
 	OFL_AIO_RETRY,	  /* the same after a pause of OFL_AIO_RETRY_NS */
 };
 
+extern const struct ofl_aio_backend_ops ofl_aio_backend_uring;
 extern const struct ofl_aio_backend_ops ofl_aio_backend_libaio;
 extern const struct ofl_aio_backend_ops ofl_aio_backend_threads;
 

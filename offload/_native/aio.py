@@ -124,6 +124,20 @@ class Queue:
         _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
         return Request(self._lib, self._ffi.gc(out[0], self._lib.ofl_aio_release))
 
+    def register(self, *, address: int, num_bytes: int) -> None:
+        """Announces memory that many transfers will use; it stays until `close()`.
+
+        Raises:
+            OSError: The backend or the kernel has no such thing (EOPNOTSUPP), or RLIMIT_MEMLOCK
+                is reached (ENOMEM). Transfers work without.
+        """
+        memory = self._ffi.cast("void *", address)
+        _raise_if(self._lib.ofl_aio_register(self._queue, memory, num_bytes), "ofl_aio_register")
+
+    def unregister(self, *, address: int) -> None:
+        """Ends the registration that began at `address`; no transfer may be using the memory."""
+        self._lib.ofl_aio_unregister(self._queue, self._ffi.cast("void *", address))
+
     def stats(self) -> QueueStats:
         """Returns the counters."""
         stats = self._ffi.new("struct ofl_aio_stats *")

@@ -1,4 +1,4 @@
-"""The backends of the C library: `libaio` and `threads`."""
+"""The backends of the C library: `io_uring`, `libaio` and `threads`."""
 
 import errno
 import os
@@ -15,12 +15,24 @@ _NS_PER_S = 1_000_000_000
 _SIGNAL_CHECK_S = 0.2
 """Python runs signal handlers between calls into C only: Ctrl-C is seen after this at most."""
 
+_ADVICE = {
+    errno.EPERM: "the kernel's settings or a container forbid it: allow the system call "
+    "(/proc/sys/kernel/io_uring_disabled, the seccomp profile), or use another backend",
+    errno.ENOSYS: "this kernel or a container does not have it: use another backend",
+    errno.EOPNOTSUPP: "the extension was built without liburing: install its header "
+    "(`liburing-dev`) and reinstall `offload`, or use another backend",
+    errno.ENOMEM: "raise RLIMIT_MEMLOCK or free memory, or use another backend",
+}
+_DEFAULT_ADVICE = (
+    "raise /proc/sys/fs/aio-max-nr and the limits on threads and open files, or use another backend"
+)
+
 
 class NativeBackend:
-    """One queue of the C library; under `libaio` a second one, of `threads`, for buffered files.
+    """One queue of the C library; if it is not of `threads`, a second one for buffered files.
 
     The kernel carries out a buffered transfer inside `io_submit`, where it would hold up all
-    others.
+    others, and gives those of `io_uring` to threads whose number it chooses.
     """
 
     def __init__(self, name: str, *, queue_depth: int, block_bytes: int) -> None:
@@ -84,9 +96,8 @@ class NativeBackend:
             code = error.errno or errno.EIO
             raise StorageError(
                 f"cannot open I/O backend `{name}`: expected {self._queue_depth} requests in "
-                f"flight, found {errno.errorcode.get(code, code)} ({os.strerror(code)}); raise "
-                "/proc/sys/fs/aio-max-nr and the limits on threads and open files, or use another "
-                "backend",
+                f"flight, found {errno.errorcode.get(code, code)} ({os.strerror(code)}); "
+                f"{_ADVICE.get(code, _DEFAULT_ADVICE)}",
                 errno=code,
             ) from error
 

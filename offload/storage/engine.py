@@ -24,7 +24,7 @@ from offload.storage.transfer import Completion, Operation, Priority, Transfer, 
 
 __all__ = ["BACKENDS", "Engine", "EngineStats", "Priority", "Ticket"]
 
-BACKENDS = ("libaio", "threads", "aiofiles")
+BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
 """In the order in which `auto` tries them."""
 
 _LOGGER = logging.getLogger("offload.storage")

@@ -1,5 +1,7 @@
 """Each backend of the I/O engine keeps the laws of the conformance class."""
 
+import errno
+
 import pytest
 
 from offload._native import aio
@@ -12,18 +14,26 @@ needs_extension = pytest.mark.skipif(
 )
 
 
-def libaio_is_refused() -> bool:
+def is_refused(name: str) -> bool:
     try:
-        with Engine("libaio"):
+        with Engine(name):
             return False
     except StorageError:
         return True
 
 
 @needs_extension
+class TestIoUring(IOConformance):
+    def make_engine(self, **options: int) -> Engine:
+        if is_refused("io_uring"):
+            pytest.skip("no liburing, or the kernel refuses io_uring_setup here")
+        return Engine("io_uring", **options)
+
+
+@needs_extension
 class TestLibaio(IOConformance):
     def make_engine(self, **options: int) -> Engine:
-        if libaio_is_refused():
+        if is_refused("libaio"):
             pytest.skip("the kernel refuses io_setup here")
         return Engine("libaio", **options)
 
@@ -41,8 +51,8 @@ class TestAiofiles(IOConformance):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_engine_says_which_backend_it_uses(name):
-    if name != "aiofiles" and not aio.available():
-        pytest.skip("no extension")
+    if is_refused(name):
+        pytest.skip(f"`{name}` is not available here")
     engine = Engine(name)
 
     with engine:
@@ -70,21 +80,25 @@ def test_a_named_backend_is_not_replaced_by_another(monkeypatch):
 
 
 @needs_extension
-def test_auto_falls_back_to_threads_when_the_kernel_refuses_libaio(monkeypatch, caplog):
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EAGAIN])
+def test_auto_takes_the_next_backend_when_the_kernel_refuses_one(monkeypatch, caplog, code):
     monkeypatch.setattr("offload.storage.engine._logged", set())
     opened = aio.Queue
 
     def refuse(name, **options):
-        if name == "libaio":
-            raise OSError(11, "no more requests")
+        if name in ("io_uring", "libaio"):
+            raise OSError(code, "refused")
         return opened(name, **options)
 
     monkeypatch.setattr(aio, "Queue", refuse)
 
-    with Engine() as engine:
-        assert engine.name == "threads"
+    for _ in range(2):
+        with Engine() as engine:
+            assert engine.name == "threads"
 
-    assert "EAGAIN" in caplog.text
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].getMessage().count(errno.errorcode[code]) == 2
 
 
 @pytest.mark.parametrize(
