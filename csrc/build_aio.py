@@ -10,7 +10,13 @@ from setuptools._distutils.errors import CompileError, LinkError
 from setuptools._distutils.sysconfig import customize_compiler
 
 DIRECTORY = Path(__file__).resolve().parent
-SOURCES = ("aio.c", "backend_libaio.c", "backend_threads.c", "backend_uring.c")
+SOURCES = (
+    "aio.c",
+    "backend_fault.c",
+    "backend_libaio.c",
+    "backend_threads.c",
+    "backend_uring.c",
+)
 HEADERS = ("aio.h", "queue.h")
 PROBE = """
 #include <liburing.h>

@@ -7,6 +7,7 @@ import pytest
 from offload._native import aio
 from offload.errors import ConfigError, StorageError
 from offload.storage.engine import BACKENDS, Engine
+from offload.storage.faults import Fault, FaultPlan
 from offload.testing.io_conformance import IOConformance
 
 needs_extension = pytest.mark.skipif(
@@ -44,6 +45,24 @@ class TestThreads(IOConformance):
         return Engine("threads", **options)
 
 
+@needs_extension
+class TestFault(IOConformance):
+    """The laws hold too if many calls are short, interrupted or late."""
+
+    faults = FaultPlan(
+        seed=7,
+        faults=(
+            Fault(probability=0.1, error=errno.EINTR),
+            Fault(probability=0.1, error=errno.EAGAIN),
+            Fault(probability=0.2, max_bytes=4096),
+            Fault(probability=0.01, delay_s=0.002),
+        ),
+    )
+
+    def make_engine(self, **options: int) -> Engine:
+        return Engine("fault", faults=self.faults, **options)
+
+
 class TestAiofiles(IOConformance):
     def make_engine(self, **options: int) -> Engine:
         return Engine("aiofiles", **options)
@@ -61,7 +80,7 @@ def test_engine_says_which_backend_it_uses(name):
 
 def test_auto_takes_the_pure_backend_when_the_extension_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("OFFLOAD_PURE", "1")
-    monkeypatch.setattr("offload.storage.engine._logged", set())
+    monkeypatch.setattr("offload.storage.path_queues._logged", set())
 
     for _ in range(2):
         with Engine() as engine:
@@ -82,7 +101,7 @@ def test_a_named_backend_is_not_replaced_by_another(monkeypatch):
 @needs_extension
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EAGAIN])
 def test_auto_takes_the_next_backend_when_the_kernel_refuses_one(monkeypatch, caplog, code):
-    monkeypatch.setattr("offload.storage.engine._logged", set())
+    monkeypatch.setattr("offload.storage.path_queues._logged", set())
     opened = aio.Queue
 
     def refuse(name, **options):
