@@ -15,6 +15,7 @@ from offload.optim.adamw import AdamW, Parameters
 from offload.optim.kernels import Kernels, load_kernels
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
 from offload.storage.store import BlockStore
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
@@ -269,7 +270,7 @@ class Session:
 
     def _open_store(self, path: Path) -> None:
         tier = self.config.tiers.storage
-        self._engine = Engine()
+        self._engine = Engine(paths=measured_settings(path))
         self._engine.open()
         self._store = BlockStore(
             path,

@@ -28,10 +28,26 @@ from offload.runs.metrics import StepMetrics
 OPTIONS = {
     "offload": {"--version", "--verbose", "-v"},
     "offload train": {"--resume", "--run-dir", "--json"},
-    "offload plan": {"--json"},
+    "offload plan": {"--machine", "--json"},
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
     "offload doctor": {"--json"},
+    "offload bench": set(),
+    "offload bench io": {
+        "--size",
+        "--rw",
+        "--bs",
+        "--iodepth",
+        "--ioengine",
+        "--buffered",
+        "--runs",
+        "--tune",
+        "--machine",
+        "--sustained",
+        "--max-bytes",
+        "--plot",
+        "--json",
+    },
     "offload config": set(),
     "offload config show": {"--json"},
     "offload config schema": {"--json"},
@@ -140,7 +156,7 @@ def calls(monkeypatch):
         return Result(_figures() | {"stopped_by": kept.get("stopped_by")})
 
     monkeypatch.setattr(offload.runs.train, "run_training", train)
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _: Result(PLAN))
+    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(PLAN))
     return kept
 
 
@@ -293,7 +309,7 @@ def test_wrong_use_exits_with_2(config, calls, capsys, arguments, as_json):
 @pytest.mark.parametrize("fits", [True, False])
 def test_plan_exits_with_1_where_it_does_not_fit(config, calls, monkeypatch, capsys, fits):
     plan = PLAN | {"fits": fits, "reasons": [] if fits else ["too small"]}
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _: Result(plan))
+    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(plan))
 
     code = run(["plan", str(config), "--json"])
 
