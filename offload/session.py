@@ -11,8 +11,10 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.errors import ConfigError, StoreError
+from offload.layout import ModelLayout
 from offload.optim.adamw import AdamW, Parameters
 from offload.optim.kernels import Kernels, load_kernels
+from offload.optim.record_names import parameters_by_record
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
 from offload.storage.measured import measured_settings
@@ -277,6 +279,7 @@ class Session:
             engine=self._engine,
             capacity_bytes=tier.capacity,
             durability=tier.durability,
+            describe=self._describe_record,
         )
         if self._resume is False or (self._resume == "auto" and not has_commit(path)):
             self._store.create()
@@ -289,6 +292,18 @@ class Session:
         )
         self.metadata = dict(head["metadata"])
         self._committed_step = self._resume_point.completed_steps
+
+    def _describe_record(self, record: str) -> str:
+        """Returns which parameters a stored record holds, for messages."""
+        head = self._store.head if self._store is not None else None
+        if self._wrapped is not None:
+            layout = self._wrapped.layout
+        elif head is not None:
+            layout = ModelLayout.from_json(head["layout"])
+        else:
+            return "parameters of an unknown model"
+        names = parameters_by_record(layout).get(record)
+        return f"parameters {names}" if names else "no parameter of the model"
 
     def _wrap_options(self, training: bool) -> WrapOptions:
         config = self.config

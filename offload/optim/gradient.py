@@ -102,6 +102,10 @@ class StreamedGradient(torch.Tensor):
         self.accumulator.apply_scales()
         return self.accumulator.memory.numpy(force=force)
 
+    def tolist(self) -> Any:
+        """Returns the gradient's values as nested lists."""
+        return self.accumulator.read().tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -42,6 +42,15 @@ class GradientNorm(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.value)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.value.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.value.tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -57,7 +57,7 @@ class Ticket(Protocol):
     def done(self) -> bool: ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _InFlight:
     """A record in the window and the transfers that it waits for."""
 
@@ -102,10 +102,9 @@ class UpdatePipeline:
                 self._reap(writing)
                 self._read_ahead(waiting, reading, updates)
                 if reading:
-                    current = reading.popleft()
-                    self._wait(current)
-                    self._update(current, updates)
-                    self._start_write(current, writing)
+                    self._wait(reading[0])
+                    self._update(reading[0], updates)
+                    self._start_write(reading, writing)
                 elif writing:
                     self._wait(writing[0])
         except BaseException:
@@ -132,20 +131,14 @@ class UpdatePipeline:
                     return
             elif reading:
                 return
-            record = waiting.popleft()
-            tickets = self._start_read(record, buffer, updates)
-            reading.append(_InFlight(record=record, buffer=buffer, tickets=tickets))
+            reading.append(_InFlight(record=waiting.popleft(), buffer=buffer, tickets=[]))
+            self._start_read(reading[-1], updates)
 
-    def _start_read(
-        self,
-        record: Record,
-        buffer: RecordBuffer | None,
-        updates: Mapping[str, ParameterUpdate],
-    ) -> list[Ticket]:
-        store = self._state.store
+    def _start_read(self, current: _InFlight, updates: Mapping[str, ParameterUpdate]) -> None:
+        store, record, buffer = self._state.store, current.record, current.buffer
         if buffer is None or store is None:
-            return []
-        tickets: list[Ticket] = []
+            return
+        tickets = current.tickets
         if buffer.state is not None:
             if state_key(record) in store:
                 tickets.append(store.read(state_key(record), buffer.state))
@@ -159,7 +152,6 @@ class UpdatePipeline:
                 tickets.append(store.read(parameter_key(subgroup), memory))
             elif self._has_gaps(subgroup):
                 storage_over(memory).zero_()
-        return tickets
 
     def _reads_parameter(
         self, record: Record, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
@@ -254,12 +246,15 @@ class UpdatePipeline:
                 )
         return ranges
 
-    def _start_write(self, current: _InFlight, writing: deque[_InFlight]) -> None:
+    def _start_write(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+        """Moves the record that was updated on to `writing`, if anything of it is stored."""
+        current = reading.popleft()
         store, buffer = self._state.store, current.buffer
         if buffer is None or store is None:
             return
-        record = current.record
-        tickets: list[Ticket] = []
+        writing.append(current)
+        record, tickets = current.record, current.tickets
+        tickets.clear()
         if buffer.state is not None:
             ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
             tickets.append(ticket)
@@ -268,18 +263,14 @@ class UpdatePipeline:
                 memory = buffer.parameters[subgroup.name]
                 key = parameter_key(subgroup)
                 tickets.append(store.write(key, memory, num_bytes=subgroup.parameter_bytes))
-        writing.append(_InFlight(record=record, buffer=buffer, tickets=tickets))
 
     def _reap(self, writing: deque[_InFlight]) -> None:
         """Ends the writes that are done and frees their buffers."""
-        for _ in range(len(writing)):
-            current = writing.popleft()
-            if not current.is_done():
-                writing.append(current)
-                continue
+        for current in [current for current in writing if current.is_done()]:
             for ticket in current.tickets:
                 ticket.wait()
             assert current.buffer is not None
+            writing.remove(current)
             self._window.release(current.buffer)
 
     def _wait(self, current: _InFlight) -> None:

@@ -66,14 +66,6 @@ class Window:
         assert self._pool is not None
         self._pool.release(buffer.slot)
 
-    def lease_bytes(self) -> Slot | None:
-        """Returns a whole buffer as plain memory, or None if there is no window or it is in use."""
-        return self._pool.try_lease() if self._pool else None
-
-    def release_bytes(self, slot: Slot) -> None:
-        assert self._pool is not None
-        self._pool.release(slot)
-
 
 def parameter_view(memory: memoryview, subgroup: Subgroup, dtype: torch.dtype) -> torch.Tensor:
     """Returns the `(num_elements,)` parameters of `subgroup` in its part of a buffer."""

@@ -16,6 +16,15 @@ class PathRates:
     mixed_bytes_per_s: float
     """b: bytes in and as many bytes out at the same time, each per second."""
 
+    def best_of(self, other: "PathRates") -> "PathRates":
+        """Returns the higher of each rate of two measurements of the same path."""
+        return PathRates(
+            path=self.path,
+            read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
+            write_bytes_per_s=max(self.write_bytes_per_s, other.write_bytes_per_s),
+            mixed_bytes_per_s=max(self.mixed_bytes_per_s, other.mixed_bytes_per_s),
+        )
+
     def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
         """Returns the least time for the bytes, as much as possible both ways at once."""
         both = min(read_bytes, write_bytes)
@@ -50,6 +59,19 @@ class Machine:
         return (
             num_parameters / self.update_parameters_per_s
             + (read_bytes + write_bytes) / self.copy_bytes_per_s
+        )
+
+    def best_of(self, other: "Machine") -> "Machine":
+        """Returns the higher of each rate of two measurements of the same machine.
+
+        Rates drift while a run goes on; a bound says what the machine can do.
+        """
+        return Machine(
+            paths=tuple(a.best_of(b) for a, b in zip(self.paths, other.paths, strict=True)),
+            copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s),
+            update_parameters_per_s=max(
+                self.update_parameters_per_s, other.update_parameters_per_s
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:

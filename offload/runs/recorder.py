@@ -37,6 +37,7 @@ class StepRecorder:
     machine: Machine | None
     """None where no bound applies."""
     steps: list[StepMetrics] = field(default_factory=list)
+    _times: list[StepTimes] = field(default_factory=list)
     _hits: int = 0
     _misses: int = 0
 
@@ -70,6 +71,7 @@ class StepRecorder:
             validation_loss=facts.validation_loss,
         )
         self.steps.append(metrics)
+        self._times.append(times)
         if len(self.steps) > NUM_WARM_UP_STEPS:
             self._hits += after.prefetch_hits - before.prefetch_hits
             self._misses += after.prefetch_misses - before.prefetch_misses
@@ -79,6 +81,11 @@ class StepRecorder:
     def prefetch_hit_rate(self) -> float | None:
         """Of the steps after the warm-up."""
         return ratio(self._hits, self._hits + self._misses)
+
+    def bounds_s(self) -> list[float | None]:
+        """Returns the bound of each step by the rates that are known now."""
+        bounds = [self._bound(times) for times in self._times]
+        return [bound.step_s if bound else None for bound in bounds]
 
     def _bound(self, times: StepTimes) -> Bound | None:
         if self.machine is None:

@@ -79,9 +79,16 @@ class StepMedians:
     tokens_per_s: float | None
 
     @staticmethod
-    def of(steps: Sequence[StepMetrics]) -> "StepMedians":
-        """Returns the medians over `steps` of one process, in order; skipped ones don't count."""
-        measured = [step for step in steps[NUM_WARM_UP_STEPS:] if not step.skipped]
+    def of(steps: Sequence[StepMetrics], bounds_s: Sequence[float | None]) -> "StepMedians":
+        """Returns the medians over `steps` of one process, in order; skipped ones don't count.
+
+        Args:
+            steps: Of one process, in order.
+            bounds_s: The bound of each.
+        """
+        pairs = zip(steps[NUM_WARM_UP_STEPS:], bounds_s[NUM_WARM_UP_STEPS:], strict=True)
+        kept = [(step, bound_s) for step, bound_s in pairs if not step.skipped]
+        measured = [step for step, _ in kept]
         return StepMedians(
             read_bytes=_whole(_median(step.read_bytes for step in measured)),
             write_bytes=_whole(_median(step.write_bytes for step in measured)),
@@ -91,7 +98,7 @@ class StepMedians:
             update_s=_median(step.update_s for step in measured),
             other_s=_median(step.other_s for step in measured),
             io_wait_s=_median(step.io_wait_s for step in measured),
-            bound_s=_median(step.bound_s for step in measured),
+            bound_s=_median(bound_s for _, bound_s in kept),
             tokens_per_s=_median(step.tokens_per_s for step in measured),
         )
 

@@ -59,6 +59,9 @@ def run_training(
         text=text,
         progress=progress,
     ).execute()
+    if machine is not None:  # once more: the rates of the path drift while the run goes on
+        machine = machine.best_of(_probe(config, plan, directory))
+        summary.recorder.machine = machine
     result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
     directory.write_result(result.to_json())
     return result
@@ -110,7 +113,7 @@ def _result(
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
-    medians = StepMedians.of(recorder.steps)
+    medians = StepMedians.of(recorder.steps, recorder.bounds_s())
     update_s = (
         update_bound_s(machine, plan.traffic, num_parameters=recorder.num_parameters)
         if machine is not None

@@ -27,6 +27,7 @@ class Spill(Protocol):
 
     def put(self, key: str, values: torch.Tensor) -> None: ...
     def take(self, key: str, into: torch.Tensor) -> None: ...
+    def drop(self, key: str, *, num_bytes: int) -> None: ...
 
 
 class StoreSpill:
@@ -53,6 +54,11 @@ class StoreSpill:
             memory = self._chunk()[: round_up(len(part), self._store.alignment)]
             self._store.read(f"{key}/{index}", memory).wait()
             part.copy_(storage_over(memory)[: len(part)])
+        self.drop(key, num_bytes=len(target))
+
+    def drop(self, key: str, *, num_bytes: int) -> None:
+        """Drops values that nobody takes back."""
+        for index in range(-(-num_bytes // CHUNK_BYTES)):
             self._store.discard(f"{key}/{index}")
 
     def _chunk(self) -> memoryview:
@@ -150,7 +156,16 @@ class Building:
         self._resident_bytes -= self._resident.pop(parameter, 0)
 
     def finish(self) -> None:
-        """Gives every module that was built its plain `_parameters` back."""
+        """Gives every module that was built its plain `_parameters` back.
+
+        What is still evicted belongs to no model any more (a weight that was tied over) and goes.
+        """
+        for parameter, key in self._spilled.items():
+            if self._spill is not None:
+                num_bytes = parameter.numel() * parameter.element_size()
+                self._spill.drop(key, num_bytes=num_bytes)
+        self._spilled.clear()
+        self._resident.clear()
         for module in self._modules:
             if isinstance(module._parameters, BuildingParameters):
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))

@@ -1,7 +1,11 @@
 """The host arena of a wrapped model, cut as its plan says."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 
+from offload.errors import BudgetError
 from offload.layout import ModelLayout
 from offload.memory import Arena, Budget, SlotPool, storage_over
 from offload.plan.host import HostPlan
@@ -16,7 +20,6 @@ class HostMemory:
         gradients: Region of all accumulators.
         slots: Unit slots, or None where parameters are resident.
         buffers: Record buffers, or None where there is nothing to move.
-        scratch: Memory for reading state outside an update: the larger of slots and buffers.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -33,7 +36,6 @@ class HostMemory:
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
         self.slots = self._pool(slots, plan.slot_bytes, "unit slots")
         self.buffers = self._pool(window, plan.buffer_bytes, "record buffers")
-        self.scratch = max(slots, window, key=len)
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:
         """Returns the resident flat shards by name, each padded to the transfer alignment."""
@@ -53,6 +55,40 @@ class HostMemory:
             records[record.name] = storage_over(self._state[offset : offset + record.padded_bytes])
             offset += record.padded_bytes
         return records
+
+    @contextlib.contextmanager
+    def lend_scratch(
+        self, num_parameter_bytes: int, *, make_room: Callable[[], None]
+    ) -> Iterator[memoryview]:
+        """Lends memory for reading state outside an update; empty if all of it is resident.
+
+        Args:
+            num_parameter_bytes: Of the largest subgroup whose parameters live on storage. It fits
+                a slot; a buffer fits every record, and is taken where it fits both.
+            make_room: Called to give slots back where all are taken.
+
+        Raises:
+            BudgetError: All slots are held.
+        """
+        pool = self.buffers
+        if pool is None or pool.slot_bytes < num_parameter_bytes:
+            pool = self.slots
+        if pool is None:
+            yield memoryview(b"")
+            return
+        slot = pool.try_lease()
+        if slot is None:
+            make_room()
+            slot = pool.try_lease()
+        if slot is None:
+            raise BudgetError(
+                f"cannot read the state: all {pool.num_slots} slots are held, by calls that run "
+                "now or tensors that point into them; drop those, or raise `tiers.host.memory`"
+            )
+        try:
+            yield slot.memory
+        finally:
+            pool.release(slot)
 
     def _pool(self, region: memoryview, slot_bytes: int, purpose: str) -> SlotPool | None:
         if not len(region):

@@ -89,7 +89,8 @@ class Residency:
     def release_hold(self, index: int, *, evict: bool) -> None:
         """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
 
-        A unit whose next predicted use comes at once, in the same pass, stays.
+        A unit whose next predicted use comes at once, in the same pass, stays. The slot that came
+        free takes what comes next: in a forward's end the same unit again, for backward.
         """
         unit = self.units[index]
         unit.num_holds -= 1
@@ -97,6 +98,7 @@ class Residency:
             following = self.trace.next_access()
             if following != Access(unit=index, is_backward=False):
                 self.evict(unit)
+                self.prefetch()
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
@@ -125,6 +127,8 @@ class Residency:
         self._current = unit
         if is_recorded:
             self.prefetch()
+        elif unit.hashes is None:
+            unit.note_hashes()
         assert unit.base is not None
         return unit.base
 
@@ -162,6 +166,12 @@ class Residency:
         for unit in self.units:
             self.evict(unit)
 
+    def evict_unheld(self) -> None:
+        """Takes every unit that no call holds out of its slot."""
+        for unit in self.units:
+            if unit.num_holds == 0:
+                self.evict(unit)
+
     def evict_used(self) -> None:
         """Takes out what an earlier pass left behind; what is prefetched stays."""
         for unit in self.units:
@@ -172,12 +182,14 @@ class Residency:
         """Writes a resident unit back if the user changed a parameter of it in place."""
         if unit.state is not CopyState.CLEAN or unit.base is None:
             return
-        edited = [b for b in unit.bindings if b.is_edited(unit.base)]
+        edited = unit.edited_bindings()
         if not edited:
             return
         self._tier.write(unit.layout, memory_of(unit.base))
         for binding in edited:
             binding.seen_version = binding.parameter._version
+        if unit.hashes is not None:
+            unit.note_hashes()
         self._on_edit(unit, [binding.name for binding in edited])
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
@@ -213,6 +225,7 @@ class Residency:
                 self._by_address.pop(unit.base.data_ptr(), None)
         unit.transfers = []
         unit.base = None
+        unit.hashes = None
         unit.move_to(CopyState.ABSENT)
 
     def _take_slot(self, unit: StreamedUnit) -> torch.Tensor:

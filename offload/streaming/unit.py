@@ -5,11 +5,12 @@ from enum import Enum, auto
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import nn
 
 from offload.errors import StoreError
 from offload.layout import Unit
-from offload.memory import view_as
+from offload.memory import memory_of, view_as
 
 
 class Transfer(Protocol):
@@ -93,6 +94,8 @@ class StreamedUnit:
         transfers: What fills the slot while `FETCHING`.
         num_holds: Calls that use the unit now; above 0 it is not evicted.
         was_used: Whether the unit was accessed since it was fetched.
+        hashes: Of each binding's bytes, once a parameter was looked at from outside a pass: an edit
+            through `parameter.data` moves no version counter.
     """
 
     def __init__(self, layout: Unit, index: int, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -112,6 +115,7 @@ class StreamedUnit:
         self.transfers: list[Transfer] = []
         self.num_holds = 0
         self.was_used = False
+        self.hashes: list[int] | None = None
 
     @property
     def name(self) -> str:
@@ -121,6 +125,29 @@ class StreamedUnit:
         """Changes the copy state along the table of allowed transitions."""
         assert state in TRANSITIONS[self.state], f"unit `{self.name}`: {self.state} to {state}"
         self.state = state
+
+    def note_hashes(self) -> None:
+        """Notes the bytes of now, to find later which the user edited."""
+        self.hashes = self._hash()
+
+    def edited_bindings(self) -> list[Binding]:
+        """Returns the bindings whose parameters the user changed in place while resident."""
+        assert self.base is not None
+        before = self.hashes
+        after = None if before is None else self._hash()
+        return [
+            binding
+            for index, binding in enumerate(self.bindings)
+            if binding.is_edited(self.base) or (before and after and before[index] != after[index])
+        ]
+
+    def _hash(self) -> list[int]:
+        assert self.base is not None
+        memory = memory_of(self.base)
+        return [
+            xxhash.xxh3_64_intdigest(memory[b.offset_bytes : b.offset_bytes + b.num_bytes])
+            for b in self.bindings
+        ]
 
     def binding_at(self, offset_bytes: int) -> Binding:
         """Returns the binding whose bytes contain `offset_bytes` of the slot."""

@@ -1,5 +1,6 @@
 """A wrapped model: its layout, its memory, its state, and the updates of it."""
 
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -208,15 +209,18 @@ class WrappedModel:
         self._require_whole("digest")
         self._settle_edits()
         before = self._read_bytes()
-        reader = StateParts(
-            store=self._store,
-            scratch=self._memory.scratch,
-            parameters=self._state.parameters,
-            records=self._state.records,
-        )
-        digest = state_digest(
-            self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
-        )
+        stored = [] if self._state.parameters is not None else self.layout.subgroups.values()
+        largest = max((s.padded_parameter_bytes for each in stored for s in each), default=0)
+        with self._memory.lend_scratch(largest, make_room=self._give_slots_back) as scratch:
+            reader = StateParts(
+                store=self._store,
+                scratch=scratch,
+                parameters=self._state.parameters,
+                records=self._state.records,
+            )
+            digest = state_digest(
+                self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
+            )
         self.digest_read_bytes += self._read_bytes() - before
         return digest
 
@@ -341,6 +345,11 @@ class WrappedModel:
             return
         edited = [n for n, p in self._parameters.items() if p._version != self._seen_versions[n]]
         self._note_edits(edited)
+
+    def _give_slots_back(self) -> None:
+        assert self._residency is not None
+        self._residency.evict_unheld()
+        gc.collect()
 
     def _settle_edits(self) -> None:
         """Brings parameters that the user edited, and their masters, to where they are stored."""

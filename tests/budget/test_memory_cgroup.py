@@ -27,7 +27,7 @@ def train(run_dir: Path, *, cgroup: Path | None = None) -> dict:
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=join,  # noqa: PLW1509 - one thread, and only a write
+        preexec_fn=join,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)

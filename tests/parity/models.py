@@ -1,8 +1,8 @@
 """Small models with every kind of use of a parameter."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 VOCABULARY = 61
@@ -16,7 +16,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, length, -)
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # (batch, heads, length, -)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -31,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class SmallGPT(nn.Module):
@@ -51,7 +53,7 @@ class SmallGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        return F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+        return functional.linear(x, self.tokens.weight) if self.head is None else self.head(x)
 
 
 class MLPBlock(nn.Module):
@@ -63,7 +65,7 @@ class MLPBlock(nn.Module):
         self.checkpoints_inside = checkpoints_inside
 
     def mlp(self, x):
-        return self.down(F.gelu(self.up(self.norm(x))))
+        return self.down(functional.gelu(self.up(self.norm(x))))
 
     def forward(self, x):
         if self.checkpoints_inside is None:
@@ -113,7 +115,7 @@ class CheckpointedModel(nn.Module):
 
     def _head(self, x):
         if self.is_tied_by_function:
-            return F.linear(x, self.tokens.weight)
+            return functional.linear(x, self.tokens.weight)
         return self.head(x)
 
     def _run(self, x, first, last):
@@ -140,4 +142,4 @@ def batch(index, *, size=2, length=16):
 
 def loss_of(model, index):
     inputs, targets = batch(index)
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())

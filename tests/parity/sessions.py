@@ -10,9 +10,11 @@ PLACEMENTS = [("host", "host"), ("storage", "host"), ("host", "storage"), ("stor
 SMALL_RECORD_ELEMENTS = 4096
 
 
-def open_session(tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, **options):
+def open_session(
+    tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, prefetch=2, **options
+):
     parameters, optimizer = placement
-    policy = {"parameters": parameters, "optimizer": optimizer}
+    policy = {"parameters": parameters, "optimizer": optimizer, "prefetch": prefetch}
     store = tmp_path / f"{parameters}-{optimizer}"
     return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
 

@@ -13,8 +13,8 @@ from parity.side_by_side import (
 )
 from torch import nn
 
+EITHER = [pytest.param(p, marks=[pytest.mark.slow] if p[0] != p[1] else []) for p in PLACEMENTS]
 ON_STORAGE = [("storage", "host"), ("storage", "storage")]
-EXTREMES = [("host", "host"), ("storage", "storage")]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def small_records(monkeypatch):
     use_small_records(monkeypatch)
 
 
-@pytest.fixture(params=PLACEMENTS, ids="-".join)
+@pytest.fixture(params=EITHER, ids="-".join)
 def trained(request, tmp_path):
     """Yields a session, its model and optimizer, and the reference, two steps trained."""
     reference = Reference(build(SmallGPT), **OPTIONS)
@@ -132,15 +132,15 @@ def test_a_gradient_of_a_gradient(trained):
 def test_an_exception_in_forward(trained):
     _, model, _, reference = trained
 
-    class Interrupted(Exception):
+    class InterruptionError(Exception):
         pass
 
     def interrupt(*_):
-        raise Interrupted
+        raise InterruptionError
 
     for m in (model, reference.model):
         handle = m.blocks[1].up.register_forward_pre_hook(interrupt)
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptionError):
             loss_of(m, 40)
         handle.remove()
 
@@ -150,16 +150,16 @@ def test_an_exception_in_forward(trained):
 def test_an_exception_in_backward(trained):
     _, model, _, reference = trained
 
-    class Interrupted(Exception):
+    class InterruptionError(Exception):
         pass
 
     def interrupt(gradient):
-        raise Interrupted
+        raise InterruptionError
 
     for m in (model, reference.model):
         loss = loss_of(m, 40)
         handle = m.blocks[1].up.weight.register_hook(interrupt)
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptionError):
             loss.backward()
         handle.remove()
         m.zero_grad()
@@ -194,7 +194,7 @@ def test_a_commit_in_mid_step(trained):
 
 
 def test_a_view_of_a_weight_kept_across_steps(trained):
-    _, model, _, reference = trained
+    _, model, _, _ = trained
     kept = model.blocks[0].up.weight[:2].detach().clone()
     view = model.blocks[0].up.weight[:2]
 
@@ -216,6 +216,38 @@ def test_an_edit_in_place_becomes_the_master(trained):
         reference.edited(name)
 
     assert session.state_digest() == reference.digest()
+    go_on(trained)
+
+
+@pytest.mark.parametrize("trained", ON_STORAGE, indirect=True, ids="-".join)
+def test_an_edit_through_data_becomes_the_master(trained):
+    session, model, _, reference = trained
+
+    for m in (model, reference.model):
+        m.blocks[1].up.weight.data.mul_(0.5)
+        m.head.weight.data[3] = 0.25
+        m.blocks[0].down.bias.data.zero_()
+    for name in ("blocks.1.up.weight", "head.weight", "blocks.0.down.bias"):
+        reference.edited(name)
+
+    require_equal_state(session, model, reference)
+    go_on(trained)
+
+
+@pytest.mark.parametrize("trained", ON_STORAGE, indirect=True, ids="-".join)
+def test_an_edit_through_data_of_a_unit_that_backward_left_resident(trained):
+    session, model, optimizer, reference = trained
+
+    for m in (model, reference.model):
+        loss_of(m, 40).backward()
+        m.blocks[0].up.weight.data.clamp_(-0.05, 0.05)
+    reference.edited("blocks.0.up.weight")
+    optimizer.step()
+    reference.step()
+    optimizer.zero_grad()
+    reference.model.zero_grad()
+
+    require_equal_state(session, model, reference)
     go_on(trained)
 
 

@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import same_bits
 from parity.sessions import open_session, use_small_records
 from torch import nn
+from torch.nn import functional
 
 EXTREMES = [("host", "host"), ("storage", "storage")]
 
@@ -139,7 +139,7 @@ def test_an_in_place_operation_on_a_weight_in_forward_raises_as_in_torch(tmp_pat
             self.fc = nn.Linear(8, 8)
 
         def forward(self, x):
-            out = F.linear(F.linear(x, self.fc.weight), self.fc.weight)
+            out = functional.linear(functional.linear(x, self.fc.weight), self.fc.weight)
             with torch.no_grad():
                 self.fc.weight.mul_(2)
             return out.sum()

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference, same_bits
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
+from torch.nn import functional
 
 EXTREMES = [("host", "host"), ("storage", "storage")]
 
@@ -30,7 +30,7 @@ class Experts(nn.Module):
     def forward(self, tokens):
         expert = int(tokens[0, 0]) % 3
         x = self.tokens(tokens)
-        return self.head(x + self.out[expert](F.gelu(self.experts[expert](x))))
+        return self.head(x + self.out[expert](functional.gelu(self.experts[expert](x))))
 
 
 class Odd(nn.Module):
@@ -47,7 +47,7 @@ class Odd(nn.Module):
     def forward(self, tokens):
         x = self.tokens(tokens)
         for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = x + F.gelu(block(x))
+            x = x + functional.gelu(block(x))
         x = x * self.mixes[0] + self.mixes[1].sum()
         return (x * self.scale) @ self.strided
 
@@ -96,9 +96,7 @@ def test_frozen_parameters_stay_and_have_no_gradient(tmp_path, placement):
 
     with open_session(tmp_path, placement) as session:
         model = session.wrap(make())
-        optimizer = session.AdamW(
-            [p for p in model.parameters() if p.requires_grad], **OPTIONS
-        )
+        optimizer = session.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIONS)
         written_by_wrap = session.stats().write_bytes
 
         train_both(model, optimizer, reference, steps=4, max_norm=0.05)
@@ -176,7 +174,7 @@ def test_frozen_integer_parameters_are_streamed(tmp_path, placement):
             self.head = nn.Linear(16, 61)
 
         def forward(self, tokens):
-            return self.head(F.embedding(tokens, self.codes) * self.scale)
+            return self.head(functional.embedding(tokens, self.codes) * self.scale)
 
     def make():
         torch.manual_seed(0)

@@ -24,7 +24,9 @@ def test_gradients_and_weights_equal_the_reference(tmp_path, placement, micro_st
         model = session.wrap(build(SmallGPT))
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
 
-        train_both(model, optimizer, reference, steps=20, micro_steps=micro_steps, max_norm=max_norm)
+        train_both(
+            model, optimizer, reference, steps=20, micro_steps=micro_steps, max_norm=max_norm
+        )
 
         require_equal_state(session, model, reference)
 

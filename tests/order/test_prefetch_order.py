@@ -1,0 +1,410 @@
+"""The exact order in which units are fetched, prefetched and evicted: the specification.
+
+Four units, used in the order 0 1 2 3 and, in backward, 3 2 1: the input needs no gradient, so
+nothing asks for the weight of unit 0. An event names what is asked of the tier or leaves a slot:
+`fetch N` (needed now), `prefetch N` (ahead of use), `evict N`, `write N`; `use N` is a call.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from offload.errors import BudgetError
+from offload.layout import UnitFacts, build_layout
+from offload.memory import Arena, Budget, SlotPool
+from offload.streaming.discovery import discover_units
+from offload.streaming.model import StreamedModel
+from offload.streaming.residency import Residency
+from offload.streaming.unit import StreamedUnit
+
+WIDTH = 64
+
+
+class Done:
+    """A transfer that is complete at once."""
+
+    def wait(self):
+        pass
+
+    def done(self):
+        return True
+
+
+class FakeTier:
+    """Keeps units in memory and notes what is read, in order."""
+
+    def __init__(self, events):
+        self.events = events
+        self.stored = {}
+
+    def start_read(self, unit, into, *, is_prefetch):
+        self.events.append(f"{'prefetch' if is_prefetch else 'fetch'} {unit.name}")
+        into[:] = self.stored[unit.name]
+        return [Done()]
+
+    def write(self, unit, source):
+        self.events.append(f"write {unit.name}")
+        self.stored[unit.name] = bytes(source)
+
+
+class Chain(nn.Module):
+    """Layers in a list; `skipped` ones are left out, `repeated` ones are called twice."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.skipped = set()
+        self.repeated = set()
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = layer(x)
+            if index in self.repeated:
+                x = layer(x)
+        return x
+
+
+class Harness:
+    """A chain over a fake tier, and the events of what it does."""
+
+    def __init__(self, *, slots, distance=2, layers=4):
+        torch.manual_seed(0)
+        self.events = []
+        self.model = Chain(layers)
+        tier = FakeTier(self.events)
+        discovered = discover_units(self.model)
+        for unit in discovered.units:
+            unit.facts = UnitFacts(name=unit.facts.name[-1], parameters=unit.facts.parameters)
+        layout = build_layout([u.facts for u in discovered.units], codec="split")
+        slot_bytes = layout.units[0].num_bytes
+        arena = Arena(slots * slot_bytes)
+        arena.open()
+        budget = Budget(slots * slot_bytes, tier="host")
+        self.pool = SlotPool(arena.whole(), slot_bytes=slot_bytes, budget=budget, purpose="slots")
+        parameters = {n: p for u in discovered.units for n, p in u.parameters.items()}
+        units = [StreamedUnit(unit, i, parameters) for i, unit in enumerate(layout.units)]
+        for unit in units:
+            stored = torch.zeros(unit.layout.num_bytes, dtype=torch.uint8)
+            for binding in unit.bindings:
+                stop = binding.offset_bytes + binding.num_bytes
+                values = binding.parameter.detach().view(-1).view(torch.uint8)
+                stored[binding.offset_bytes : stop] = values
+                binding.detach()
+            tier.stored[unit.name] = bytes(stored.numpy())
+        self.residency = Recorded(
+            self.events,
+            units,
+            pool=self.pool,
+            tier=tier,
+            prefetch_distance=distance,
+            on_edit=lambda unit, names: None,
+        )
+        self.streamed = StreamedModel(self.model, discovered, self.residency)
+        self.streamed.open()
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self._note_use)
+
+    def forward(self):
+        return self.model(torch.ones(1, WIDTH)).sum()
+
+    def take(self):
+        taken = list(self.events)
+        self.events.clear()
+        return taken
+
+    def update(self):
+        """What the engine does around an update."""
+        self.residency.evict_all()
+        self.events.append("update")
+        self.streamed.after_update()
+
+    def step(self):
+        self.forward().backward()
+        self.update()
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            self.forward()
+        self.model.train()
+
+    def _note_use(self, layer, _):
+        index = list(self.model.layers).index(layer)
+        self.events.append(f"use {index}")
+
+
+class Recorded(Residency):
+    """A residency that notes what leaves its slots."""
+
+    def __init__(self, events, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.events = events
+
+    def evict(self, unit):
+        if unit.base is not None:
+            self.events.append(f"evict {unit.name}")
+        super().evict(unit)
+
+
+FIRST_FORWARD = [
+    *["fetch 0", "use 0", "evict 0"],
+    *["fetch 1", "use 1", "evict 1"],
+    *["fetch 2", "use 2", "evict 2"],
+    *["fetch 3", "use 3", "evict 3"],
+]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_the_first_forward_fetches_on_demand_and_releases_after_each_call(slots):
+    harness = Harness(slots=slots)
+
+    harness.forward()
+
+    assert harness.take() == FIRST_FORWARD
+
+
+@pytest.mark.parametrize("slots, events", [
+    (1, ["fetch 3", "evict 3", "fetch 2", "evict 2", "fetch 1"]),
+    (2, ["fetch 3", "fetch 2", "evict 2", "fetch 1"]),
+    (3, ["fetch 3", "fetch 2", "fetch 1"]),
+])  # fmt: skip
+def test_the_first_backward_evicts_only_when_a_slot_is_needed(slots, events):
+    harness = Harness(slots=slots)
+    loss = harness.forward()
+    harness.take()
+
+    loss.backward()
+
+    assert harness.take() == events
+
+
+def test_a_distance_of_0_never_prefetches():
+    harness = Harness(slots=3, distance=0)
+    harness.step()
+    harness.take()
+
+    harness.forward()
+
+    assert harness.take() == FIRST_FORWARD
+    assert harness.residency.counters.prefetches == 0
+
+
+def test_the_second_step_prefetches_two_ahead_in_three_slots():
+    harness = Harness(slots=3)
+    harness.step()
+    harness.take()
+
+    loss = harness.forward()
+    forward = harness.take()
+    loss.backward()
+    backward = harness.take()
+
+    assert forward == [
+        *["prefetch 2", "use 0", "evict 0", "prefetch 3"],  # 0 and 1 were prefetched by the update
+        *["use 1", "evict 1"],
+        *["use 2", "evict 2", "prefetch 2"],  # for backward
+        *["use 3", "evict 3", "prefetch 3"],
+    ]
+    assert backward == ["prefetch 1"]
+
+
+def test_the_second_step_prefetches_one_ahead_in_two_slots():
+    harness = Harness(slots=2)
+    harness.step()
+    harness.take()
+
+    loss = harness.forward()
+    forward = harness.take()
+    loss.backward()
+    backward = harness.take()
+
+    assert forward == [
+        *["use 0", "evict 0", "prefetch 2"],
+        *["use 1", "evict 1", "prefetch 3"],
+        *["use 2", "evict 2", "prefetch 2"],
+        *["use 3", "evict 3", "prefetch 3"],
+    ]
+    assert backward == ["evict 3", "prefetch 1"]
+
+
+def test_one_slot_prefetches_when_it_comes_free():
+    harness = Harness(slots=1)
+    harness.step()
+    harness.take()
+
+    loss = harness.forward()
+    forward = harness.take()
+    loss.backward()
+    backward = harness.take()
+
+    assert forward == [
+        *["use 0", "evict 0", "prefetch 1"],
+        *["use 1", "evict 1", "prefetch 2"],
+        *["use 2", "evict 2", "prefetch 3"],
+        *["use 3", "evict 3", "prefetch 3"],
+    ]
+    assert backward == ["evict 3", "fetch 2", "evict 2", "fetch 1"]
+
+
+@pytest.mark.parametrize("slots, first", [(1, [0]), (2, [0, 1]), (3, [0, 1])])
+def test_an_update_empties_the_slots_and_prefetches_the_next_forward(slots, first):
+    harness = Harness(slots=slots)
+    harness.forward().backward()
+    harness.take()
+
+    harness.update()
+
+    events = harness.take()
+    after = events.index("update") + 1
+    assert all(event.startswith("evict") for event in events[: after - 1])
+    assert events[after:] == [f"prefetch {unit}" for unit in first]
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_every_access_from_the_second_step_on_is_a_hit(slots):
+    harness = Harness(slots=slots)
+    harness.step()
+    before = harness.residency.counters.accesses, harness.residency.counters.prefetch_hits
+
+    for _ in range(3):
+        harness.step()
+
+    after = harness.residency.counters.accesses, harness.residency.counters.prefetch_hits
+    assert after[0] - before[0] == after[1] - before[1] == 3 * (4 + 3)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_each_unit_is_read_once_per_forward_and_once_per_backward(slots):
+    # What the traffic formula counts, whatever the number of slots.
+    harness = Harness(slots=slots)
+    harness.step()
+    harness.take()
+
+    harness.step()
+
+    reads = [event for event in harness.take() if event.startswith(("fetch", "prefetch"))]
+    counts = Counter(int(event.split()[1]) for event in reads)
+    assert counts == {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+def test_evaluation_in_between_has_a_trace_of_its_own():
+    harness = Harness(slots=3)
+    harness.step()
+    harness.evaluate()
+    harness.take()
+
+    harness.evaluate()
+    second = harness.take()
+    loss = harness.forward()
+    forward = harness.take()
+    loss.backward()
+    backward = harness.take()
+
+    assert second == [
+        *["fetch 0", "prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
+        *["use 1", "evict 1", "use 2", "evict 2", "use 3", "evict 3"],
+    ]
+    assert forward == [
+        *["fetch 0", "prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
+        *["use 1", "evict 1"],
+        *["use 2", "evict 2", "prefetch 2"],
+        *["use 3", "evict 3", "prefetch 3"],
+    ]
+    assert backward == ["prefetch 1"]
+    assert harness.residency.trace.divergences == 0
+
+
+def test_a_layer_that_is_skipped_is_fetched_in_vain_once_and_the_trace_is_recorded_anew():
+    harness = Harness(slots=2)
+    harness.step()
+    harness.model.skipped = {1}
+    harness.take()
+
+    harness.forward().backward()
+    first = harness.take()
+    harness.update()
+    harness.take()
+    harness.forward().backward()
+    second = harness.take()
+
+    assert first == [
+        *["use 0", "evict 0", "prefetch 2", "evict 1", "prefetch 3"],
+        *["use 2", "evict 2", "prefetch 2", "use 3", "evict 3", "prefetch 3"],
+        *["evict 3", "prefetch 1"],  # in backward, where the old trace still had it
+    ]
+    assert second == [
+        *["use 0", "evict 0", "prefetch 3"],
+        *["use 2", "evict 2", "prefetch 2", "use 3", "evict 3", "prefetch 3"],
+    ]
+    assert harness.residency.trace.divergences == 1
+
+
+def test_a_layer_that_is_called_twice_in_a_row_stays():
+    harness = Harness(slots=3)
+    harness.model.repeated = {1}
+    harness.step()
+    harness.take()
+
+    harness.forward()
+
+    assert harness.take() == [
+        *["prefetch 2", "use 0", "evict 0"],
+        *["use 1", "prefetch 3", "use 1", "evict 1"],
+        *["use 2", "evict 2", "prefetch 2"],
+        *["use 3", "evict 3", "prefetch 3"],
+    ]
+
+
+def test_an_edited_unit_is_written_before_it_leaves():
+    harness = Harness(slots=3)
+    harness.step()
+    with torch.no_grad():
+        harness.model.layers[2].weight.zero_()
+    harness.take()
+
+    harness.residency.evict_all()
+
+    assert "write 2" in harness.take()
+    harness.forward()
+    assert harness.model.layers[2].weight.count_nonzero() == 0
+
+
+def test_a_held_unit_is_never_evicted_and_the_refusal_names_it():
+    harness = Harness(slots=1, distance=0)
+    harness.residency.hold(0)
+
+    with pytest.raises(BudgetError, match=r"unit `1`.*all 1 slots are taken; held: `0` \(1 holds"):
+        harness.residency.hold(1)
+
+    harness.residency.release_hold(0, evict=False)
+    harness.residency.hold(1)
+    assert harness.take() == ["fetch 0", "evict 0", "fetch 1"]
+
+
+def test_a_slot_that_a_tensor_still_reaches_is_not_reused():
+    harness = Harness(slots=2, distance=0)
+    kept = harness.model.layers[0].weight.detach()
+    values = kept.clone()
+
+    with torch.no_grad():
+        harness.forward()
+
+    assert torch.equal(kept, values)
+    assert harness.pool.num_free == 1
+    del kept
+    assert harness.pool.num_free == 2
+
+
+def test_nothing_is_leased_once_every_unit_has_left():
+    harness = Harness(slots=3)
+    harness.step()
+    harness.forward()
+
+    harness.residency.evict_all()
+    harness.streamed.close()
+
+    assert harness.pool.num_free == 3
+    assert all(parameter.isnan().all() for parameter in harness.model.parameters())
