@@ -2,12 +2,15 @@
 
 import mmap
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+# At the start: NumPy loads it when first used, and an interrupt at that moment can get lost.
+from numpy.random import default_rng
 
 from offload.errors import ConfigError, StorageError
 from offload.sizes import MIB, format_size
@@ -36,23 +39,28 @@ def bench_file(path: Path, *, buffered: bool) -> Iterator[StorageFile]:
 
     So it replaces nobody's file, and no end of the process, Ctrl-C or SIGKILL, leaves it behind.
     """
-    try:
-        fd, name = tempfile.mkstemp(prefix=".offload-bench-", dir=path)
-    except OSError as error:
-        raise StorageError(
-            f"cannot make a file on path `{path}`: expected a directory that this user may write "
-            f"to, found {error.strerror}; name another path",
-            errno=error.errno,
-        ) from error
-    os.close(fd)
-    try:
-        file = open_file(Path(name), create=True, direct=False if buffered else None)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    file = _open_unnamed(path, direct=False if buffered else None)
     try:
         yield file
     finally:
         file.close()
+
+
+def _open_unnamed(path: Path, *, direct: bool | None) -> StorageFile:
+    name = path / f".offload-bench-{secrets.token_hex(8)}"
+    # Between these lines an interrupt may come at any time: the name goes in every case, and
+    # nobody else's file has it.
+    try:
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        return open_file(name, create=True, direct=direct)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make a file on path `{path}`: expected a directory that this user may write "
+            f"to, found {error.strerror or error}; name another path",
+            errno=error.errno,
+        ) from error
+    finally:
+        name.unlink(missing_ok=True)
 
 
 class BenchMemory:
@@ -67,9 +75,7 @@ class BenchMemory:
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % _HUGE_BYTES
         self.bytes = whole[start : start + num_bytes]
-        noise = np.random.default_rng(0).integers(
-            0, 256, min(_PATTERN_BYTES, num_bytes), dtype=np.uint8
-        )
+        noise = default_rng(0).integers(0, 256, min(_PATTERN_BYTES, num_bytes), dtype=np.uint8)
         for at in range(0, num_bytes, len(noise)):
             part = self.bytes[at : at + len(noise)]
             part[:] = noise[: len(part)]
