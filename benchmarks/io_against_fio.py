@@ -80,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         "--sweep-s", type=float, default=0.5, help="seconds of each run of the sweep"
     )
     parser.add_argument("--backend", default="auto", help="of the I/O engine")
+    parser.add_argument("--quick", action="store_true", help="a small sweep: tries the script")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -102,8 +103,8 @@ def sweep(file: Path, rw: str, options: argparse.Namespace) -> Setting:
     run_fio(file, "write", Setting(engine="libaio", block="4m", depth=8), options.size)
     timed = ("--time_based", f"--runtime={round(1000 * options.sweep_s)}ms", "--end_fsync=1")
     found = {}
-    for block in BLOCKS:
-        for depth in DEPTHS:
+    for block in ("1m",) if options.quick else BLOCKS:
+        for depth in (4,) if options.quick else DEPTHS:
             for engine in ENGINES:
                 setting = Setting(engine=engine, block=block, depth=depth)
                 found[setting] = run_fio(file, rw, setting, options.size, *timed).bytes_per_s
