@@ -23,6 +23,7 @@ from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
 from offload.storage.store import BlockStore
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
@@ -319,7 +320,7 @@ class Session:
 
     def _open_store(self, path: Path) -> None:
         tier = self.config.tiers.storage
-        self._engine = Engine()
+        self._engine = Engine(paths=measured_settings(path))
         self._engine.open()
         self._store = BlockStore(
             path,

@@ -21,6 +21,7 @@ from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolv
 from offload.runs.training_run import Progress, RunSummary, TrainingRun
 from offload.runs.warm_up import warm_up
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
 
 _LOG = logging.getLogger("offload.runs")
 
@@ -91,9 +92,10 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     assert plan.host is not None  # as is the next: this run is offloaded
     assert plan.storage is not None
     dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
-    with Engine(block_bytes=BLOCK_BYTES) as engine:
+    root = directory.store.parent
+    with Engine(block_bytes=BLOCK_BYTES, paths=measured_settings(root)) as engine:
         return probe_machine(
-            directory.store.parent,
+            root,
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,
