@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 
 @runtime_checkable
 class Order(Protocol):
-    """Decides in which order an update takes the records."""
+    """Decides in which order an update takes the records, and which stay in memory after it."""
 
     @property
     def name(self) -> str:
@@ -20,6 +20,9 @@ class Order(Protocol):
 
     def sequence(self, num_records: int, step: int) -> Sequence[int]:
         """Returns each of 0 to `num_records - 1` once, in the order of step `step`, from 1."""
+
+    def kept(self, num_records: int, capacity: int, step: int) -> frozenset[int]:
+        """Returns at most `capacity` records that stay in memory when step `step` has ended."""
 
 
 def resolve_order(name: str) -> Order:

@@ -239,6 +239,7 @@ class Session:
             read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
             write_bytes=io.write_bytes - by_commits if io else 0,
             commit_bytes=io.commit_bytes + by_commits if io else 0,
+            cache_hit_bytes=wrapped.cache_hit_bytes,
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
             accesses=accesses,

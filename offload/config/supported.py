@@ -20,7 +20,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "tiers.device.kind": ("cpu",),
     "policy.parameters": ("host", "storage"),
-    "policy.order": ("sequential",),
+    "policy.order": ("sequential", "alternating", "resident"),
     "policy.overlap": ("none",),
     "policy.striping": ("single",),
     "checkpoint.save_every": (0,),

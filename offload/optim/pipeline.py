@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,7 +40,7 @@ class ModelState:
         gradients: Flat accumulators of the trainable shards by name.
         edited: Parameters that the user changed since their state was last written: their
             master is the parameter itself again.
-        dirty: Resident records that differ from the store's.
+        dirty: Resident and cached records that differ from the store's.
     """
 
     layout: ModelLayout
@@ -63,7 +63,9 @@ class _InFlight:
 
     record: Record
     buffer: RecordBuffer | None
-    tickets: list[Ticket]
+    tickets: list[Ticket] = field(default_factory=list)
+    is_new: bool = False
+    """Its state was never written: it is zero, and a whole master starts as the parameter."""
 
     def is_done(self) -> bool:
         return all(ticket.done() for ticket in self.tickets)
@@ -83,28 +85,42 @@ class UpdatePipeline:
         self._window = window
         self._kernels = kernels
         self.io_wait_s = 0.0
+        self.cache_hit_bytes = 0
 
-    def run(self, order: Iterable[Record], updates: Mapping[str, ParameterUpdate]) -> None:
+    def run(
+        self,
+        order: Iterable[Record],
+        updates: Mapping[str, ParameterUpdate],
+        *,
+        kept: Container[str] = (),
+    ) -> None:
         """Applies `updates`, by parameter name, record by record.
 
         A record none of whose parameters is updated or edited is neither read nor written.
+
+        Args:
+            order: Every record once.
+            updates: What is updated; a record is touched if any parameter of it is.
+            kept: Names of records whose state stays in memory after its update, not written.
 
         Raises:
             StorageError, CorruptStateError: A transfer failed. Records written before keep
                 their new version until the next commit or close.
         """
         touched = updates.keys() | self._state.edited
-        waiting = deque(r for r in order if touched & self._parameters_of(r))
+        records = list(order)
+        waiting = deque(r for r in records if touched & self._parameters_of(r))
         reading: deque[_InFlight] = deque()
         writing: deque[_InFlight] = deque()
         try:
+            self._write_back_left_out(records, {r.name for r in waiting}, kept, writing)
             while waiting or reading or writing:
                 self._reap(writing)
                 self._read_ahead(waiting, reading, updates)
                 if reading:
                     self._wait(reading[0])
                     self._update(reading[0], updates)
-                    self._start_write(reading, writing)
+                    self._start_write(reading, writing, kept)
                 elif writing:
                     self._wait(writing[0])
         except BaseException:
@@ -125,39 +141,46 @@ class UpdatePipeline:
         """Starts reading the next records, as long as there are free buffers."""
         while waiting:
             buffer: RecordBuffer | None = None
-            if self._window.num_buffers:
-                buffer = self._window.try_lease(waiting[0])
+            record = waiting[0]
+            is_hit = record.name in self._window.cached
+            if not self._window.is_empty:
+                buffer = self._window.try_lease(record)
                 if buffer is None:
                     return
             elif reading:
                 return
-            reading.append(_InFlight(record=waiting.popleft(), buffer=buffer, tickets=[]))
-            self._start_read(reading[-1], updates)
+            is_new = self._is_new(record) and not is_hit
+            reading.append(_InFlight(record=waiting.popleft(), buffer=buffer, is_new=is_new))
+            self._start_read(reading[-1], updates, is_hit=is_hit)
 
-    def _start_read(self, current: _InFlight, updates: Mapping[str, ParameterUpdate]) -> None:
+    def _start_read(
+        self, current: _InFlight, updates: Mapping[str, ParameterUpdate], *, is_hit: bool
+    ) -> None:
         store, record, buffer = self._state.store, current.record, current.buffer
         if buffer is None or store is None:
             return
         tickets = current.tickets
         if buffer.state is not None:
-            if state_key(record) in store:
-                tickets.append(store.read(state_key(record), buffer.state))
-            else:  # never updated: the state is zero
+            if is_hit:
+                self.cache_hit_bytes += record.padded_bytes
+            elif current.is_new:
                 storage_over(buffer.state).zero_()
+            else:
+                tickets.append(store.read(state_key(record), buffer.state))
         for subgroup in record.subgroups:
             if not buffer.parameters:
                 continue
             memory = buffer.parameters[subgroup.name]
-            if self._reads_parameter(record, subgroup, updates):
+            if self._reads_parameter(current, subgroup, updates):
                 tickets.append(store.read(parameter_key(subgroup), memory))
             elif self._has_gaps(subgroup):
                 storage_over(memory).zero_()
 
     def _reads_parameter(
-        self, record: Record, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
+        self, current: _InFlight, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
     ) -> bool:
         """Whether the pass needs the parameters; an fp32 master gives those that it updates."""
-        if "master" not in record.sections_of(subgroup) or self._is_new(record):
+        if "master" not in current.record.sections_of(subgroup) or current.is_new:
             return True
         names = {p.facts.name for p in self._state.layout.parameters_in(subgroup)}
         return bool(names & self._state.edited or names - updates.keys())
@@ -181,7 +204,7 @@ class UpdatePipeline:
     def _update(self, current: _InFlight, updates: Mapping[str, ParameterUpdate]) -> None:
         for subgroup in current.record.subgroups:
             operands = self._operands(current, subgroup)
-            self._honour_edits(subgroup, operands, current.record)
+            self._honour_edits(subgroup, operands, is_new=current.is_new)
             for scales, ranges in self._ranges(subgroup, updates).items():
                 self._kernels.adamw(operands, ranges, gradient_scales=scales)
         if self._state.records is not None:
@@ -216,9 +239,8 @@ class UpdatePipeline:
             master=sections.get("master"),
         )
 
-    def _honour_edits(self, subgroup: Subgroup, operands: AdamWOperands, record: Record) -> None:
+    def _honour_edits(self, subgroup: Subgroup, operands: AdamWOperands, *, is_new: bool) -> None:
         """Makes the master equal to the parameter where there is none yet or the user edited it."""
-        is_new = operands.master is not None and self._is_new(record)
         for placed in self._state.layout.parameters_in(subgroup):
             if not is_new and placed.facts.name not in self._state.edited:
                 continue
@@ -246,7 +268,9 @@ class UpdatePipeline:
                 )
         return ranges
 
-    def _start_write(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+    def _start_write(
+        self, reading: deque[_InFlight], writing: deque[_InFlight], kept: Container[str]
+    ) -> None:
         """Moves the record that was updated on to `writing`, if anything of it is stored."""
         current = reading.popleft()
         store, buffer = self._state.store, current.buffer
@@ -255,7 +279,11 @@ class UpdatePipeline:
         writing.append(current)
         record, tickets = current.record, current.tickets
         tickets.clear()
-        if buffer.state is not None:
+        if buffer.state is not None and record.name in kept:
+            buffer = current.buffer = self._window.keep(record, buffer)
+            self._state.dirty.add(state_key(record))
+        elif buffer.state is not None:
+            self._state.dirty.discard(state_key(record))
             ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
             tickets.append(ticket)
         for subgroup in record.subgroups:
@@ -263,6 +291,31 @@ class UpdatePipeline:
                 memory = buffer.parameters[subgroup.name]
                 key = parameter_key(subgroup)
                 tickets.append(store.write(key, memory, num_bytes=subgroup.parameter_bytes))
+
+    def _write_back_left_out(
+        self,
+        records: Sequence[Record],
+        touched: Container[str],
+        kept: Container[str],
+        writing: deque[_InFlight],
+    ) -> None:
+        """Starts writing cached records that this pass neither updates nor keeps."""
+        store = self._state.store
+        for record in records:
+            if record.name in touched or record.name in kept:
+                continue
+            state, slot = (
+                self._window.cached_state(record),
+                self._window.cached.pop(record.name, None),
+            )
+            if state is None or slot is None or store is None:
+                continue
+            buffer = RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
+            writing.append(_InFlight(record=record, buffer=buffer))
+            if state_key(record) in self._state.dirty:
+                self._state.dirty.discard(state_key(record))
+                ticket = store.write(state_key(record), state, num_bytes=record.num_bytes)
+                writing[-1].tickets.append(ticket)
 
     def _reap(self, writing: deque[_InFlight]) -> None:
         """Ends the writes that are done and frees their buffers."""

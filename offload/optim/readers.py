@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from offload.layout import DTYPES, Record, Subgroup
+from offload.memory import storage_over
 from offload.optim.digest import Bytes
 from offload.optim.pipeline import parameter_key, state_key
 from offload.sizes import round_up
@@ -28,6 +29,7 @@ class StateParts:
         scratch: memoryview,
         parameters: Mapping[str, torch.Tensor] | None = None,
         records: Mapping[str, torch.Tensor] | None = None,
+        cached: Mapping[str, memoryview] | None = None,
     ) -> None:
         """Stores its arguments.
 
@@ -36,11 +38,13 @@ class StateParts:
                 a record, or as a part with a block before and after it.
             parameters: Resident flat shards by name; None: they are read from the store.
             records: Resident records by name; None: they are read from the store.
+            cached: Records that are newer in memory than in the store, by name.
         """
         self._store = store
         self._scratch = scratch
         self._parameters = parameters
         self._records = records
+        self._cached = cached or {}
 
     def parameters(self, subgroup: Subgroup, start: int, stop: int) -> Iterator[Bytes]:
         """Yields the bytes of elements `start` to `stop` of the subgroup's parameters."""
@@ -57,8 +61,12 @@ class StateParts:
         """Yields the bytes of those elements of a section; None if the record has no state yet."""
         section = record.sections_of(subgroup)[name]
         itemsize = DTYPES[section.dtype].itemsize
+        base: torch.Tensor | None = None
         if self._records is not None:
             base = self._records[record.name]
+        elif record.name in self._cached:
+            base = storage_over(self._cached[record.name])
+        if base is not None:
             first = section.offset_bytes
             memory = base[first + start * itemsize : first + stop * itemsize]
             return _parts_of(memory.view(getattr(torch, section.dtype)))

@@ -13,60 +13,107 @@ class RecordBuffer:
     """One record in the window.
 
     Attributes:
-        state: Bytes of the record, padded; None where the state is resident.
+        state_slot: Its first bytes are the record's state, padded; None where that is resident.
+        parameter_slot: Holds what `parameters` show; None where parameters are resident.
         parameters: Bytes of each subgroup's parameters, padded; empty where they are resident.
     """
 
-    slot: Slot
+    state_slot: Slot | None
+    parameter_slot: Slot | None
     state: memoryview | None
     parameters: dict[str, memoryview]
 
 
 class Window:
-    """Record buffers cut from one pool."""
+    """Record buffers, and a cache of states that stay in memory between steps.
+
+    Attributes:
+        cached: The slot of each record that is in memory, by name.
+    """
 
     def __init__(
         self,
-        pool: SlotPool | None,
         layout: ModelLayout,
         *,
-        holds_state: bool,
-        holds_parameters: bool,
+        states: SlotPool | None,
+        parameters: SlotPool | None,
+        num_cached: int,
     ) -> None:
-        self._pool = pool
+        """Stores its arguments.
+
+        Args:
+            layout: Of the model.
+            states: Slots for records; None where the state is resident.
+            parameters: Slots for a record's parameters; None where they are resident.
+            num_cached: The most records that `keep` may hold.
+        """
         self._layout = layout
-        self._holds_state = holds_state
-        self._holds_parameters = holds_parameters
+        self._states = states
+        self._parameters = parameters
+        self.num_cached = num_cached
+        self.cached: dict[str, Slot] = {}
 
     @property
-    def num_buffers(self) -> int:
-        return self._pool.num_slots if self._pool else 0
+    def is_empty(self) -> bool:
+        """Whether everything is resident, so that records need no buffer."""
+        return self._states is None and self._parameters is None
+
+    def cached_state(self, record: Record) -> memoryview | None:
+        """Returns the state of a cached record, padded, or None."""
+        slot = self.cached.get(record.name)
+        return slot.memory[: record.padded_bytes] if slot is not None else None
 
     def try_lease(self, record: Record) -> RecordBuffer | None:
-        """Returns a buffer for `record`, or None while all are in use."""
-        assert self._pool is not None
-        slot = self._pool.try_lease()
-        if slot is None:
+        """Returns a buffer for `record`, with its state in it if that is cached.
+
+        None while all buffers are in use.
+        """
+        parameter_slot = self._parameters.try_lease() if self._parameters else None
+        if self._parameters and parameter_slot is None:
             return None
-        offset = 0
-        state: memoryview | None = None
-        if self._holds_state:
-            state = slot.memory[: record.padded_bytes]
-            offset = record.padded_bytes
-        parameters: dict[str, memoryview] = {}
-        if self._holds_parameters:
-            for subgroup in record.subgroups:
-                stop = offset + subgroup.padded_parameter_bytes
-                parameters[subgroup.name] = slot.memory[offset:stop]
-                offset = stop
-        return RecordBuffer(slot=slot, state=state, parameters=parameters)
+        state_slot = self.cached.pop(record.name, None)
+        if state_slot is None and self._states:
+            state_slot = self._states.try_lease()
+            if state_slot is None:
+                if self._parameters and parameter_slot is not None:
+                    self._parameters.release(parameter_slot)
+                return None
+        return RecordBuffer(
+            state_slot=state_slot,
+            parameter_slot=parameter_slot,
+            state=state_slot.memory[: record.padded_bytes] if state_slot else None,
+            parameters=_cut(record, parameter_slot) if parameter_slot else {},
+        )
+
+    def keep(self, record: Record, buffer: RecordBuffer) -> RecordBuffer:
+        """Moves the state of `buffer` to the cache; returns the buffer without it."""
+        assert buffer.state_slot is not None
+        self.cached[record.name] = buffer.state_slot
+        return RecordBuffer(
+            state_slot=None,
+            parameter_slot=buffer.parameter_slot,
+            state=None,
+            parameters=buffer.parameters,
+        )
 
     def release(self, buffer: RecordBuffer) -> None:
         """Gives the buffer back; its transfers must have ended."""
-        assert self._pool is not None
-        self._pool.release(buffer.slot)
+        if self._states and buffer.state_slot is not None:
+            self._states.release(buffer.state_slot)
+        if self._parameters and buffer.parameter_slot is not None:
+            self._parameters.release(buffer.parameter_slot)
 
 
 def parameter_view(memory: memoryview, subgroup: Subgroup, dtype: torch.dtype) -> torch.Tensor:
     """Returns the `(num_elements,)` parameters of `subgroup` in its part of a buffer."""
     return storage_over(memory[: subgroup.parameter_bytes]).view(dtype)
+
+
+def _cut(record: Record, slot: Slot) -> dict[str, memoryview]:
+    parameters: dict[str, memoryview] = {}
+    offset = 0
+    for subgroup in record.subgroups:
+        stop = offset + subgroup.padded_parameter_bytes
+        parameters[subgroup.name] = slot.memory[offset:stop]
+        offset = stop
+    return parameters

@@ -14,6 +14,12 @@ NUM_SLOTS = 3
 """Unit slots when the budget allows: one in use, two being fetched."""
 MAX_BUFFERS = 12
 """Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
+CACHING_BUFFERS = 6
+"""Record buffers where memory beyond them is a cache of records."""
+WORKSPACE_SHARE = 12
+"""A cache leaves one part in so many of the budget free: workspaces and generated code of
+libraries grow with the model and no budget covers them (40 MiB beside 400 were measured with
+torch 2.13 on the CPU, 2026-11-29)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +32,20 @@ class HostPlan:
     resident_state_bytes: int
     slot_bytes: int
     num_slots: int
-    buffer_bytes: int
+    state_buffer_bytes: int
+    """Of one record's state where that lives on storage."""
+    parameter_buffer_bytes: int
+    """Of one record's parameters where these live on storage."""
     num_buffers: int
+    num_cached: int
+    """Records whose state stays in memory between steps."""
     smallest_bytes: int
     """The smallest budget with which this model and these placements run."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of what of one record is on storage: state, parameters, or both."""
+        return self.state_buffer_bytes + self.parameter_buffer_bytes
 
     @property
     def planned_bytes(self) -> int:
@@ -39,6 +55,7 @@ class HostPlan:
             + self.resident_state_bytes
             + self.slot_bytes * self.num_slots
             + self.buffer_bytes * self.num_buffers
+            + self.state_buffer_bytes * self.num_cached
         )
 
     @property
@@ -67,19 +84,26 @@ def plan_host(
     optimizer: Placement,
     gradient_dtype: Literal["parameter", "float32"] = "parameter",
     co_resident_units: int = 1,
+    keeps_records: bool = False,
     is_training: bool = True,
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
     Args:
         co_resident_units: Most units that one call needs at once (tied parameters).
+        keeps_records: Whether the order finds records in memory: what is left is their cache.
     """
     gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
     on_host = parameters == "host"
     resident_parameters = layout.parameter_bytes if on_host else 0
     slot_bytes = 0 if on_host else max((unit.num_bytes for unit in layout.units), default=0)
     resident_state = layout.state_bytes if optimizer == "host" and is_training else 0
-    buffer_bytes = _buffer_bytes(layout, parameters, optimizer) if is_training else 0
+    state_buffer = parameter_buffer = 0
+    if is_training and optimizer == "storage":
+        state_buffer = max((record.padded_bytes for record in layout.records), default=0)
+    if is_training and parameters == "storage":
+        parameter_buffer = max((r.padded_parameter_bytes for r in layout.records), default=0)
+    buffer_bytes = state_buffer + parameter_buffer
 
     fixed = gradient_bytes + resident_parameters + resident_state
     min_slots = 0 if on_host else co_resident_units
@@ -91,7 +115,13 @@ def plan_host(
     if slot_bytes:
         extra_slots = min(max(NUM_SLOTS - min_slots, 0), free // slot_bytes)
     free -= extra_slots * slot_bytes
-    extra_buffers = min(MAX_BUFFERS - min_buffers, free // buffer_bytes) if buffer_bytes else 0
+    most = CACHING_BUFFERS if keeps_records and state_buffer else MAX_BUFFERS
+    extra_buffers = min(most - min_buffers, free // buffer_bytes) if buffer_bytes else 0
+    free -= extra_buffers * buffer_bytes
+    cached = 0
+    if keeps_records and state_buffer:
+        spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
+        cached = min(len(layout.records), spare // state_buffer)
     return HostPlan(
         budget_bytes=budget_bytes,
         gradient_bytes=gradient_bytes,
@@ -99,8 +129,10 @@ def plan_host(
         resident_state_bytes=resident_state,
         slot_bytes=slot_bytes,
         num_slots=min_slots + extra_slots,
-        buffer_bytes=buffer_bytes,
+        state_buffer_bytes=state_buffer,
+        parameter_buffer_bytes=parameter_buffer,
         num_buffers=min_buffers + extra_buffers,
+        num_cached=cached,
         smallest_bytes=smallest,
     )
 
@@ -113,15 +145,3 @@ def gradient_region_bytes(layout: ModelLayout, gradient_dtype: str) -> int:
             itemsize = 4 if gradient_dtype == "float32" else DTYPES[shard.dtype].itemsize
             total += round_up(shard.num_elements * itemsize, TRANSFER_ALIGNMENT)
     return total
-
-
-def _buffer_bytes(layout: ModelLayout, parameters: Placement, optimizer: Placement) -> int:
-    """Bytes of one record buffer: the parts of the largest record that live on storage."""
-    return max(
-        (
-            (record.padded_bytes if optimizer == "storage" else 0)
-            + (record.padded_parameter_bytes if parameters == "storage" else 0)
-            for record in layout.records
-        ),
-        default=0,
-    )

@@ -13,6 +13,7 @@ from offload.plan.host import HostPlan, plan_host
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePlan, store_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
+from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.sizes import MIB
 from offload.streaming.discovery import DiscoveredModel, discover_units
@@ -45,20 +46,36 @@ def plan_run(
         host=host,
         storage=_plan_storage(config, layout, host, store) if host is not None else None,
         storage_path=str(directory),
-        traffic=plan_traffic(config, layout),
+        traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
         profile=known.find(directory) if config.offload else None,
     )
 
 
-def plan_traffic(config: Config, layout: ModelLayout) -> StepTraffic:
-    """Returns the bytes that a step moves under the config's policy."""
+def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> StepTraffic:
+    """Returns the bytes that a step moves under the config's policy.
+
+    Args:
+        config: Of the run.
+        layout: Of the model.
+        host: How the host budget is cut; None where everything is in memory.
+    """
     return step_traffic(
         ModelBytes.of(layout),
         parameters=_placement(config.policy.parameters) if config.offload else "host",
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
+        cached_state_bytes=_cached_bytes(config, layout, host),
     )
+
+
+def _cached_bytes(config: Config, layout: ModelLayout, host: HostPlan | None) -> int:
+    """H: bytes of the records that an update finds in memory, those that the last step kept."""
+    if host is None:
+        return 0
+    records = layout.records
+    kept = resolve_order(config.policy.order).kept(len(records), host.num_cached, step=1)
+    return sum(records[index].num_bytes for index in kept)
 
 
 def _require_writable_path(config: Config, store: Path | None) -> None:
@@ -91,6 +108,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         optimizer=_placement(config.policy.optimizer),
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
+        keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
     )
 
 

@@ -19,7 +19,8 @@ class HostMemory:
     Attributes:
         gradients: Region of all accumulators.
         slots: Unit slots, or None where parameters are resident.
-        buffers: Record buffers, or None where there is nothing to move.
+        states: Slots of records, in the window and cached; None where the state is resident.
+        parameters: Slots of a record's parameters in the window; None where they are resident.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -30,12 +31,16 @@ class HostMemory:
         self._parameters = arena.take(plan.resident_parameter_bytes)
         self._state = arena.take(plan.resident_state_bytes)
         slots = arena.take(plan.slot_bytes * plan.num_slots)
-        window = arena.take(plan.buffer_bytes * plan.num_buffers)
+        states = arena.take(plan.state_buffer_bytes * (plan.num_buffers + plan.num_cached))
+        parameters = arena.take(plan.parameter_buffer_bytes * plan.num_buffers)
         self.budget.lease(plan.gradient_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
         self.slots = self._pool(slots, plan.slot_bytes, "unit slots")
-        self.buffers = self._pool(window, plan.buffer_bytes, "record buffers")
+        self.states = self._pool(states, plan.state_buffer_bytes, "records")
+        self.parameters = self._pool(
+            parameters, plan.parameter_buffer_bytes, "parameters of records"
+        )
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:
         """Returns the resident flat shards by name, each padded to the transfer alignment."""
@@ -70,7 +75,7 @@ class HostMemory:
         Raises:
             BudgetError: All slots are held.
         """
-        pool = self.buffers
+        pool = self.states or self.parameters
         if pool is None or pool.slot_bytes < num_parameter_bytes:
             pool = self.slots
         if pool is None:

@@ -179,6 +179,11 @@ class WrappedModel:
         return waited + (self._residency.counters.io_wait_s if self._residency else 0.0)
 
     @property
+    def cache_hit_bytes(self) -> int:
+        """Of records that an update found in memory."""
+        return self._pipeline.cache_hit_bytes
+
+    @property
     def host_peak_bytes(self) -> int:
         return self._memory.budget.peak_bytes
 
@@ -217,12 +222,17 @@ class WrappedModel:
                 scratch=scratch,
                 parameters=self._state.parameters,
                 records=self._state.records,
+                cached=self._cached_states(),
             )
             digest = state_digest(
                 self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
             )
         self.digest_read_bytes += self._read_bytes() - before
         return digest
+
+    def _cached_states(self) -> dict[str, memoryview]:
+        states = ((r.name, self._window.cached_state(r)) for r in self.layout.records)
+        return {name: state for name, state in states if state is not None}
 
     def _read_bytes(self) -> int:
         return self._store.stats().read_bytes if self._store is not None else 0
@@ -251,6 +261,7 @@ class WrappedModel:
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
             co_resident_units=discovered.co_resident_units,
+            keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
         )
 
@@ -274,13 +285,13 @@ class WrappedModel:
             records=memory.records(self.layout) if has_records else None,
             gradients=self._gradients.flat if self._gradients else {},
         )
-        window = Window(
-            memory.buffers,
+        self._window = Window(
             self.layout,
-            holds_state=not has_records,
-            holds_parameters=not on_host,
+            states=memory.states,
+            parameters=memory.parameters,
+            num_cached=self.plan.num_cached,
         )
-        self._pipeline = UpdatePipeline(self._state, window, self._kernels)
+        self._pipeline = UpdatePipeline(self._state, self._window, self._kernels)
 
     def _adopt(self) -> None:
         adoption = Adoption(
@@ -331,9 +342,15 @@ class WrappedModel:
 
     def _run_pipeline(self, updates: Mapping[str, ParameterUpdate]) -> None:
         records = self.layout.records
-        sequence = self._order.sequence(len(records), self.completed_steps + 1)
+        step = self.completed_steps + 1
+        sequence = self._order.sequence(len(records), step)
+        if updates:
+            capacity = self.plan.num_cached
+            kept = {records[i].name for i in self._order.kept(len(records), capacity, step)}
+        else:  # edits alone move nothing in or out of the cache
+            kept = set(self._window.cached)
         try:
-            self._pipeline.run([records[index] for index in sequence], updates)
+            self._pipeline.run([records[index] for index in sequence], updates, kept=kept)
         except BaseException as error:
             self._failure = error
             raise
@@ -402,6 +419,11 @@ class WrappedModel:
                         state_key(record), memory, num_bytes=record.num_bytes
                     )
                     tickets.append(ticket)
+        for record in self.layout.records:
+            cached = self._window.cached_state(record)
+            if cached is not None and state_key(record) in dirty:
+                ticket = self._store.write(state_key(record), cached, num_bytes=record.num_bytes)
+                tickets.append(ticket)
         if state.parameters is not None:
             for name, subgroups in self.layout.subgroups.items():
                 memory = memory_of(state.parameters[name])

@@ -26,6 +26,15 @@ class OrderConformance:
 
         assert sorted(sequence) == list(range(num_records))
 
+    @pytest.mark.parametrize("capacity", [0, 1, 3, 7, 99])
+    @pytest.mark.parametrize("num_records", [0, 1, 7, 64])
+    @pytest.mark.parametrize("step", [1, 2])
+    def test_no_more_records_are_kept_than_fit(self, order, num_records, capacity, step):
+        kept = order.kept(num_records, capacity, step)
+
+        assert len(kept) <= min(capacity, num_records)
+        assert kept <= set(range(num_records))
+
     def test_equal_arguments_give_equal_sequences(self, order):
         assert list(order.sequence(9, 4)) == list(order.sequence(9, 4))
 
@@ -37,7 +46,35 @@ class TestSequential(OrderConformance):
         assert list(order.sequence(4, 1)) == [0, 1, 2, 3]
         assert list(order.sequence(4, 2)) == [0, 1, 2, 3]
 
+    def test_nothing_is_kept(self, order):
+        assert order.kept(4, 3, 1) == frozenset()
+
+
+class TestAlternating(OrderConformance):
+    name = "alternating"
+
+    def test_steps_go_forth_and_back(self, order):
+        assert [list(order.sequence(4, step)) for step in (1, 2, 3)] == [
+            [0, 1, 2, 3],
+            [3, 2, 1, 0],
+            [0, 1, 2, 3],
+        ]
+
+    def test_what_a_step_ends_with_is_what_the_next_begins_with(self, order):
+        for step in (1, 2, 3, 4):
+            kept = order.kept(7, 3, step)
+
+            assert kept == set(list(order.sequence(7, step + 1))[:3])
+
+
+class TestResident(OrderConformance):
+    name = "resident"
+
+    def test_the_same_evenly_spread_records_are_kept_in_every_step(self, order):
+        assert order.kept(12, 4, 1) == order.kept(12, 4, 2) == {0, 3, 6, 9}
+        assert list(order.sequence(3, 2)) == [0, 1, 2]
+
 
 def test_an_unknown_order_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"expected `sequential`, found `backwards`"):
+    with pytest.raises(ConfigError, match=r"expected .*`sequential`.*, found `backwards`"):
         resolve_order("backwards")

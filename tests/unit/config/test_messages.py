@@ -76,7 +76,6 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
         ("tiers.device.memory", "1GiB"),
         ("tiers.storage.paths", ["/a", "/b"]),
         ("policy.parameters", "device"),
-        ("policy.order", "alternating"),
         ("policy.overlap", "forward"),
         ("policy.striping", "adaptive"),
         ("checkpoint.save_every", 10),

@@ -70,7 +70,7 @@ class MemoryStore:
 class Harness:
     """Units `a`, `b`, … of one bf16 parameter and one record each, all on storage."""
 
-    def __init__(self, *, units="abcd", num_buffers=2, codec="split"):
+    def __init__(self, *, units="abcd", num_buffers=2, num_cached=0, codec="split"):
         torch.manual_seed(0)
         facts = [
             UnitFacts(
@@ -89,13 +89,9 @@ class Harness:
             values = self.parameters[name].view(torch.uint8).numpy().tobytes()
             self.store.values[f"parameter/{name}#0"] = values
         record = self.layout.records[0]
-        buffer_bytes = record.padded_bytes + record.padded_parameter_bytes
-        arena = Arena(num_buffers * buffer_bytes)
-        arena.open()
-        self.budget = Budget(num_buffers * buffer_bytes, tier="host")
-        self.pool = SlotPool(
-            arena.whole(), slot_bytes=buffer_bytes, budget=self.budget, purpose="buffers"
-        )
+        self.budget = Budget(1 << 30, tier="host")
+        self.pool = self._pool(num_buffers + num_cached, record.padded_bytes)
+        self.parameter_pool = self._pool(num_buffers, record.padded_parameter_bytes)
         self.state = ModelState(
             layout=self.layout,
             store=self.store,
@@ -103,13 +99,23 @@ class Harness:
             records=None,
             gradients=self.gradients,
         )
-        window = Window(self.pool, self.layout, holds_state=True, holds_parameters=True)
-        self.pipeline = UpdatePipeline(self.state, window, load_kernels())
+        self.window = Window(
+            self.layout,
+            states=self.pool,
+            parameters=self.parameter_pool,
+            num_cached=num_cached,
+        )
+        self.pipeline = UpdatePipeline(self.state, self.window, load_kernels())
 
-    def run(self, units, *, step=1, order=None):
+    def _pool(self, num_slots, slot_bytes):
+        arena = Arena(num_slots * slot_bytes)
+        arena.open()
+        return SlotPool(arena.whole(), slot_bytes=slot_bytes, budget=self.budget, purpose="buffers")
+
+    def run(self, units, *, step=1, order=None, kept=()):
         scalars = adamw_scalars(step=step, **OPTIONS)
         updates = {f"{name}.p": ParameterUpdate(scalars=scalars, scales=()) for name in units}
-        self.pipeline.run(order or self.layout.records, updates)
+        self.pipeline.run(order or self.layout.records, updates, kept=kept)
 
     def stored_parameter(self, name):
         values = np.frombuffer(self.store.values[f"parameter/{name}#0"], dtype=np.uint8)
@@ -281,7 +287,7 @@ class TestSession:
 
     def test_leaks_no_buffer_and_counts_no_step(self, failed):
         session, _ = failed
-        buffers = session._wrapped._memory.buffers
+        buffers = session._wrapped._memory.states
 
         assert buffers.num_free == buffers.num_slots
         assert session.stats().completed_steps == 1

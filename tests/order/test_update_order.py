@@ -1,0 +1,121 @@
+"""Exact lists of what an update reads and writes, by order: the specification of the cache.
+
+Four records `a` to `d`; a cache of one or two. `r`: a state is read, `w`: written, `hit`: found in
+memory. Parameters, which are read and written for each record, are left out.
+"""
+
+import pytest
+from unit.optim.test_pipeline import Harness
+
+from offload.policy import resolve_order
+
+
+class Steps:
+    """Runs updates of all records in the policy's order, as a wrapped model does."""
+
+    def __init__(self, name, *, num_cached):
+        self.order = resolve_order(name)
+        self.num_cached = num_cached
+        self.harness = Harness(num_buffers=1, num_cached=num_cached)
+        self.step = 0
+
+    def run(self, units="abcd"):
+        self.step += 1
+        harness, records = self.harness, self.harness.layout.records
+        harness.store.events.clear()
+        hits = harness.pipeline.cache_hit_bytes
+        kept = self.order.kept(len(records), self.num_cached, self.step)
+        harness.run(
+            units,
+            step=self.step,
+            order=[records[i] for i in self.order.sequence(len(records), self.step)],
+            kept={records[i].name for i in kept},
+        )
+        hits = (harness.pipeline.cache_hit_bytes - hits) // records[0].padded_bytes
+        states = [event for event in harness.store.events if " state/" in event]
+        return [f"{event[0]} {event.split('/')[1][0]}" for event in states], hits
+
+
+def test_sequential_streams_everything():
+    steps = Steps("sequential", num_cached=0)
+    steps.run()
+
+    events, hits = steps.run()
+
+    assert events == ["r a", "w a", "r b", "w b", "r c", "w c", "r d", "w d"]
+    assert hits == 0
+
+
+def test_alternating_begins_with_what_the_last_step_ended_with():
+    steps = Steps("alternating", num_cached=2)
+
+    first, _ = steps.run()
+    second, second_hits = steps.run()
+    third, third_hits = steps.run()
+
+    # New states are zero and not read; c and d stay.
+    assert first == ["w a", "w b"]
+    assert second == ["w d", "w c", "r b", "r a"]
+    assert third == ["w a", "w b", "r c", "r d"]
+    assert second_hits == third_hits == 2
+
+
+def test_resident_records_are_never_moved():
+    steps = Steps("resident", num_cached=2)
+    steps.run()
+
+    events, hits = steps.run()
+
+    assert events == ["r b", "w b", "r d", "w d"]
+    assert hits == 2
+
+
+@pytest.mark.parametrize("name", ["alternating", "resident"])
+def test_a_cache_of_all_records_moves_nothing(name):
+    steps = Steps(name, num_cached=4)
+    steps.run()
+
+    events, hits = steps.run()
+
+    assert events == []
+    assert hits == 4
+
+
+def test_a_cached_record_that_a_step_leaves_out_is_written_back():
+    steps = Steps("alternating", num_cached=2)
+    steps.run()
+
+    events, _ = steps.run("abc")  # d has no gradient and is not kept by step 2
+
+    assert events == ["w d", "w c", "r b", "r a"]
+    assert set(steps.harness.window.cached) == {"a#0", "b#0"}
+
+
+def test_edits_alone_leave_the_cache_as_it_is():
+    steps = Steps("resident", num_cached=2)
+    steps.run()
+    harness = steps.harness
+    harness.state.edited.add("b.p")
+    harness.store.events.clear()
+
+    harness.pipeline.run(harness.layout.records, {}, kept=set(harness.window.cached))
+
+    assert [e for e in harness.store.events if "state/" in e] == [
+        "read state/b#0",
+        "write state/b#0",
+    ]
+    assert set(harness.window.cached) == {"a#0", "c#0"}
+
+
+@pytest.mark.parametrize("name", ["sequential", "alternating", "resident"])
+@pytest.mark.parametrize("num_cached", [0, 1, 2, 3, 4])
+def test_no_order_changes_a_bit(name, num_cached):
+    plain, steps = Steps("sequential", num_cached=0), Steps(name, num_cached=num_cached)
+
+    for units in ("abcd", "abcd", "acd", "b", "abcd"):
+        plain.run(units)
+        steps.run(units)
+
+    for unit in "abcd":
+        expected = plain.harness.stored_parameter(unit)
+        assert expected.equal(steps.harness.stored_parameter(unit))
