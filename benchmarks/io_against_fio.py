@@ -5,8 +5,9 @@
 
 First fio is swept once over block size, queue depth and engine for its best setting of reads and
 of writes. Then each pair runs fio with that setting, and the I/O engine with the same block size
-and depth, in an order that alternates. Both go through O_DIRECT over the same file, laid out
-before, and end writes with fsync. The result is the median of the ratios of the pairs.
+and depth and its own best backend, in an order that alternates. Both go through O_DIRECT over the
+same file, laid out before, and end writes with fsync. The result is the median of the ratios of
+the pairs.
 
 Leaves nothing in DIRECTORY. Exit code 1 if a ratio misses its mark.
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,16 @@ from offload.bench.environment import describe_environment
 from offload.bench.stream import Budget, Stream
 from offload.sizes import GIB, format_size, parse_size
 from offload.storage.engine import Engine, PathSettings
+from offload.storage.file import StorageFile
 from offload.storage.mounts import find_mount
+from offload.storage.paths import BACKENDS
 from offload.storage.transfer import Operation
 
 BLOCKS = ("128k", "512k", "1m", "4m", "8m")
 DEPTHS = (1, 4, 16, 32, 64)
 ENGINES = ("libaio", "io_uring")
+COMPILED = BACKENDS[:-1]
+CHOICE_ROUNDS = 3
 MIN_RATE_RATIO = 0.98
 MAX_CPU_RATIO = 1.20
 
@@ -125,28 +131,19 @@ def sweep(file: Path, rw: str, options: argparse.Namespace) -> Setting:
 def compare(best: dict[str, Setting], options: argparse.Namespace) -> dict[str, Any]:
     comparisons = {}
     for rw, setting in best.items():
-        settings = PathSettings(
-            root=options.directory,
-            backend=options.backend,
-            block_bytes=setting.block_bytes,
-            queue_depth=setting.depth,
-        )
-        with (
-            bench_file(options.directory, buffered=False) as file,
-            Engine(paths=[settings]) as engine,
-        ):
-            stream = Stream(
-                engine,
-                file,
-                size_bytes=options.size,
-                block_bytes=setting.block_bytes,
-                queue_depth=setting.depth,
-            )
-            stream.move((Operation.WRITE,), Budget(stream.size_bytes), flush=True)
+        with bench_file(options.directory, buffered=False) as file, ExitStack() as stack:
+            streams = {
+                name: open_stream(stack, name, file, setting, options)
+                for name in ([options.backend] if options.backend != "auto" else COMPILED)
+            }
+            first = next(iter(streams.values()))
+            first.move((Operation.WRITE,), Budget(first.size_bytes), flush=True)
+            backend = choose_backend(streams, rw)
+            stream = streams[backend]
             # The very file: two files may lie on places of different speed.
             same = Path(f"/proc/{os.getpid()}/fd/{file.fd}")
             pairs = [run_pair(i, rw, setting, same, stream, options) for i in range(options.pairs)]
-            comparisons[rw] = judge(setting, pairs) | {"backend": engine.name}
+            comparisons[rw] = judge(setting, pairs) | {"backend": backend}
     return {
         "comparisons": comparisons,
         "size_bytes": options.size,
@@ -154,6 +151,45 @@ def compare(best: dict[str, Setting], options: argparse.Namespace) -> dict[str, 
         "environment": describe_environment()
         | {"command": " ".join(sys.argv), "fio": fio_version()},
     }
+
+
+def open_stream(
+    stack: ExitStack, backend: str, file: StorageFile, setting: Setting, options: argparse.Namespace
+) -> Stream:
+    settings = PathSettings(
+        root=options.directory,
+        backend=backend,
+        block_bytes=setting.block_bytes,
+        queue_depth=setting.depth,
+    )
+    return Stream(
+        stack.enter_context(Engine(paths=[settings])),
+        file,
+        size_bytes=options.size,
+        block_bytes=setting.block_bytes,
+        queue_depth=setting.depth,
+    )
+
+
+def choose_backend(streams: dict[str, Stream], rw: str) -> str:
+    """Returns the backend with the best median of a few runs in turn, as `--tune` does."""
+    rounds = [
+        {name: run_engine(stream, rw).bytes_per_s for name, stream in streams.items()}
+        for _ in range(CHOICE_ROUNDS)
+    ]
+    medians = {name: statistics.median(each[name] for each in rounds) for name in streams}
+    show(f"ours, {rw}: " + ", ".join(f"{n} {rate / 1e9:.2f} GB/s" for n, rate in medians.items()))
+    return max(medians, key=medians.__getitem__)
+
+
+def run_engine(stream: Stream, rw: str) -> Run:
+    stream.rewind()
+    operation = Operation.READ if rw == "read" else Operation.WRITE
+    moved = stream.move((operation,), Budget(stream.size_bytes), flush=rw == "write")
+    return Run(
+        bytes_per_s=moved.num_bytes / moved.seconds,
+        cpu_s_per_gib=moved.cpu_s / moved.num_bytes * GIB,
+    )
 
 
 def run_pair(
@@ -171,13 +207,7 @@ def run_pair(
         return run_fio(file, rw, setting, options.size, *flush)
 
     def ours() -> Run:
-        stream.rewind()
-        operation = Operation.READ if rw == "read" else Operation.WRITE
-        moved = stream.move((operation,), Budget(stream.size_bytes), flush=rw == "write")
-        return Run(
-            bytes_per_s=moved.num_bytes / moved.seconds,
-            cpu_s_per_gib=moved.cpu_s / moved.num_bytes * GIB,
-        )
+        return run_engine(stream, rw)
 
     if index % 2:
         our_run = ours()

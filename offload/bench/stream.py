@@ -18,6 +18,9 @@ from offload.storage.transfer import Operation
 
 _REQUEST_BYTES = 4 * MIB
 """The engine cuts requests into blocks. Few large ones keep Python out of the measurement."""
+_SPARE_REQUESTS = 4
+"""Asked for beyond what the queue depth holds: a few milliseconds in which this thread may wait for
+a processor while the engine goes on."""
 _SAMPLE_S = 0.05
 
 
@@ -72,7 +75,7 @@ class Budget:
 class Stream:
     """Sequential transfers over a file, from its start again at its end.
 
-    Always as much is asked for as the queue depth can hold, and a request more.
+    Always as much is asked for as the queue depth can hold, and a little more.
 
     Concurrency: One thread at a time.
     """
@@ -94,7 +97,7 @@ class Stream:
         self._request_bytes = _request_bytes(block_bytes, size_bytes=size_bytes)
         self._size_bytes = size_bytes - size_bytes % self._request_bytes
         in_flight = block_bytes * queue_depth
-        self._num_requests = max(2, -(-in_flight // self._request_bytes) + 1)
+        self._num_requests = -(-in_flight // self._request_bytes) + _SPARE_REQUESTS
         self._memory = BenchMemory(self._num_requests * self._request_bytes)
         self._engine.register(self._memory.bytes)
         self._next_offset = 0
@@ -129,8 +132,10 @@ class Stream:
         """
         is_small = in_small_parts or len(operations) > 1
         num_bytes = self._turn_bytes() if is_small else self._request_bytes
-        num_requests = max(2, -(-self._block_bytes * self._queue_depth // num_bytes) + 1)
-        memory = self._memory.bytes[: num_requests * num_bytes]
+        memory = self._memory.bytes
+        if is_small:
+            num_requests = max(2, -(-self._block_bytes * self._queue_depth // num_bytes) + 1)
+            memory = memory[: num_requests * num_bytes]
         run = _Run(self._engine, self._file, memory, num_bytes, on_sample)
         turn = 0
         while budget.take(num_bytes):
