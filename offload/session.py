@@ -1,7 +1,7 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from offload.storage.measured import measured_settings
 from offload.storage.store import BlockStore
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
+from offload.streaming.swap import Streamed
 from offload.streaming.wrapped import WrapOptions, WrappedModel
 
 STORE_NAME = "offload-store"
@@ -88,7 +89,7 @@ class Session:
         device: str | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        paths: list[str] | list[Path] | None = None,
+        paths: str | Path | Sequence[str | Path] | None = None,
         policy: str | Mapping[str, Any] | None = None,
         offload: bool | None = None,
         optimizer: str | None = None,
@@ -101,7 +102,7 @@ class Session:
             "tiers.device.kind": device,
             "tiers.device.memory": device_memory,
             "tiers.host.memory": host_memory,
-            "tiers.storage.paths": None if paths is None else [str(p) for p in paths],
+            "tiers.storage.paths": _path_list(paths),
             "policy": policy,
             "offload": offload,
             "optimizer.name": optimizer,
@@ -109,6 +110,11 @@ class Session:
             "train.gradient_dtype": gradient_dtype,
         }
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
+        if resume not in (True, False, "auto"):
+            raise ConfigError(
+                f'cannot make a session: expected `resume` to be True, False or "auto", found '
+                f"`{resume!r}`; correct it"
+            )
         self._store_path = self._choose_store(store)
         self._resume = resume
         self._engine: Engine | None = None
@@ -200,6 +206,15 @@ class Session:
             StoreError: The session has a model already, or the store holds another.
         """
         self._require_open("wrap a model")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"cannot wrap `{type(model).__name__}`: expected a torch.nn.Module; pass the model"
+            )
+        if any(isinstance(module, Streamed) for module in model.modules()):
+            raise StoreError(
+                "cannot wrap a model that another session has wrapped: expected a plain model; "
+                "close that session, or build another model"
+            )
         if self._wrapped is not None:
             raise StoreError(
                 "cannot wrap a second model: a session has one in this version; open another "
@@ -308,6 +323,12 @@ class Session:
         if store is not None:
             return Path(store)
         if paths:
+            if not Path(paths[0]).is_dir():
+                raise ConfigError(
+                    f"cannot use path `{paths[0]}`: expected a directory, found "
+                    f"{'a file' if Path(paths[0]).exists() else 'nothing'}; make it, mount it, or "
+                    "correct `paths`"
+                )
             return Path(paths[0]) / STORE_NAME
         policy = self.config.policy
         if "storage" in (policy.parameters, policy.optimizer):
@@ -377,6 +398,12 @@ class Session:
         if self._wrapped is None:
             raise StoreError(f"cannot {action}: no model is wrapped; call `session.wrap(model)`")
         return self._wrapped
+
+
+def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | None:
+    if paths is None:
+        return None
+    return [str(paths)] if isinstance(paths, (str, Path)) else [str(path) for path in paths]
 
 
 def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:

@@ -107,7 +107,7 @@ class TrainConfig(Section):
     """Sequences per micro-step."""
     micro_steps: Count = 1
     """Forward and backward passes per optimizer step."""
-    seed: CountOrZero = 0
+    seed: Annotated[CountOrZero, Field(lt=1 << 63)] = 0
     """Seeds the model's initial values and the choice of batches."""
     max_grad_norm: NotNegative = 0.0
     """Gradients are clipped to this norm; 0 does not clip."""

@@ -43,7 +43,7 @@ class SlotPool:
         with self._lock:
             if not self._free:
                 return None
-            slot = self._free.popleft()
+            slot = self._free.pop()  # the one touched last: untouched memory stays untouched
         self._budget.lease(self.slot_bytes, self._purpose)
         return slot
 

@@ -1,7 +1,7 @@
 """What a commit says of the model and its optimizer, beside the blocks of the store."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.errors import StoreError
@@ -17,12 +17,14 @@ class CommitHead:
         layout: Of the model.
         steps: Updates that each trainable parameter has had, by name.
         metadata: What `commit` was given.
+        buffers: Name, dtype, shape and offset of each buffer in the record of buffers.
     """
 
     step: int
     layout: ModelLayout
     steps: dict[str, int]
     metadata: dict[str, Any]
+    buffers: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values; `from_json` gives an equal head."""
@@ -31,6 +33,7 @@ class CommitHead:
             "layout": self.layout.to_json(),
             "steps": self.steps,
             "metadata": self.metadata,
+            "buffers": self.buffers,
         }
 
     @staticmethod
@@ -48,6 +51,7 @@ class CommitHead:
                 layout=ModelLayout.from_json(value["layout"]),
                 steps={str(name): int(step) for name, step in value["steps"].items()},
                 metadata=dict(value["metadata"]),
+                buffers=[dict(fact) for fact in value["buffers"]],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(

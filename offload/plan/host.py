@@ -14,6 +14,8 @@ MAX_BUFFERS = 12
 """Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
 CACHING_BUFFERS = 6
 """Record buffers where memory beyond them is a cache of records."""
+UNBOUNDED_BYTES = 1 << 62
+"""The budget of a run that is all in memory."""
 WORKSPACE_SHARE = 12
 """A cache leaves one part in so many of the budget free: workspaces and generated code of
 libraries grow with the model and no budget covers them (40 MiB beside 400 were measured with
@@ -122,6 +124,9 @@ def plan_host(
     if keeps_records and state_buffer:
         spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
         cached = min(len(layout.records), spare // state_buffer)
+    if slot_bytes and budget_bytes < UNBOUNDED_BYTES:  # what is left lets calls hold more units
+        left = free - (state_buffer * cached)
+        extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
     return HostPlan(
         budget_bytes=budget_bytes,
         gradient_bytes=gradient_bytes,

@@ -1,6 +1,7 @@
 """Builds the model that a configuration names, for real or as facts only."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ def build_model(config: ModelConfig) -> nn.Module:
     """
     if config.factory is None:
         return GPT(gpt_shape(config))
-    model = _find_factory(config.factory)(**config.factory_arguments())
+    factory, arguments = _find_factory(config.factory), config.factory_arguments()
+    _require_accepted(config.factory, factory, arguments)
+    model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"cannot use the model of `model.factory` `{config.factory}`: expected a "
@@ -45,6 +48,22 @@ def gpt_shape(config: ModelConfig) -> GPTShape:
         vocabulary=config.vocabulary,
         dtype=getattr(torch, config.dtype),
     )
+
+
+def _require_accepted(name: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Refuses `model.*` keys that the factory does not take."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a callable that tells nothing of itself
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"cannot call `model.factory` `{name}` with the keys under `model`: expected "
+            f"`{name.partition(':')[2]}{signature}`, found {sorted(arguments)}: {error}; correct "
+            "the key"
+        ) from error
 
 
 def _find_factory(name: str) -> Callable[..., Any]:

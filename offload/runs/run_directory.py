@@ -111,9 +111,9 @@ def find_store(path: Path) -> Path | None:
         return None
     if not isinstance(store, str):
         return None
-    # A run directory that was moved takes the store in it along.
-    moved = path / STORE
-    return Path(store) if Path(store).exists() or not moved.exists() else moved
+    # A run directory that was moved or copied takes the store in it along.
+    own = path / STORE
+    return own if own.exists() else Path(store)
 
 
 def is_run_directory(path: Path) -> bool:

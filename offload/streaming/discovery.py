@@ -6,6 +6,7 @@ module that owns parameters.
 """
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,11 +38,8 @@ class DiscoveredModel:
     needs: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
     """For the module of each unit: every unit that a call of it uses, tied ones included."""
 
-    @property
-    def co_resident_units(self) -> int:
-        """The most units that one call needs at once."""
-        sets = (*self.needs.values(), *self.owners.values())
-        return max((len(units) for units in sets), default=1) or 1
+    co_resident_units: int = 1
+    """The most units that are held at once: those of a call and of the calls around it."""
 
 
 def discover_units(model: nn.Module) -> DiscoveredModel:
@@ -53,6 +51,7 @@ def discover_units(model: nn.Module) -> DiscoveredModel:
         ConfigError: A parameter has a dtype or layout that cannot be streamed.
     """
     names = _names_of_parameters(model)
+    _require_apart(model, names)
     owner_of: dict[int, int] = {}
     discovered = DiscoveredModel(units=[])
     for name, module in _unit_modules(model):
@@ -76,7 +75,15 @@ def discover_units(model: nn.Module) -> DiscoveredModel:
                 )
             )
     _record_needs(discovered, model, owner_of)
+    discovered.co_resident_units = max(_most_held(discovered, model, frozenset()), 1)
     return discovered
+
+
+def _most_held(model: DiscoveredModel, module: nn.Module, held: frozenset[int]) -> int:
+    """Returns the most units held in a call of `module`, those around it holding `held`."""
+    held |= set(model.needs.get(module, model.owners.get(module, ())))
+    inner = (_most_held(model, child, held) for child in module.children())
+    return max(len(held), *inner, 0)
 
 
 def whole_matrices(model: DiscoveredModel, patterns: Sequence[str]) -> frozenset[str]:
@@ -116,6 +123,32 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
+
+
+def _require_apart(model: nn.Module, names: dict[int, list[str]]) -> None:
+    """Refuses parameters that share memory without being one: they would come apart."""
+    spans = sorted(
+        (p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size(), index, p)
+        for index, p in enumerate(_without_fetching(model))
+        if p.numel() and not p.is_meta and p.is_contiguous()
+    )
+    for (base, start, _, before), (other, begin, _, after) in itertools.pairwise(spans):
+        if base == other and start + before.numel() * before.element_size() > begin:
+            raise ConfigError(
+                f"cannot stream parameters `{names[id(before)][0]}` and `{names[id(after)][0]}`: "
+                "expected memory of their own, found memory that they share; use one "
+                "`nn.Parameter` object in both places, or clone one"
+            )
+
+
+def _without_fetching(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields every parameter once; while a model is built, iteration would fetch and evict."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in dict.values(module._parameters):
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
 
 
 def _is_leftover(module: nn.Module, root: nn.Module) -> bool:

@@ -91,7 +91,8 @@ class Gradients:
                     '`train.gradient_dtype = "parameter"`'
                 )
             parameter.grad_dtype = dtype
-        parameter.grad = None
+        if parameter.grad is not None:  # from before `wrap`
+            self._take(parameter, parameter.grad.detach().to(dtype))
         handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             self._on_accumulated
         )

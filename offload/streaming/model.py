@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload.streaming.discovery import DiscoveredModel
-from offload.streaming.parameters import PickledCopies, StreamedParameters
+from offload.streaming.parameters import ClosedParameters, PickledCopies, StreamedParameters
 from offload.streaming.residency import Residency
 from offload.streaming.saved import SavedTensorHooks
 from offload.streaming.swap import Call, attach, detach
@@ -50,10 +50,11 @@ class StreamedModel:
                 module.__dict__["_parameters"] = parameters
 
     def close(self) -> None:
-        """Gives the modules their classes back; parameters stay placeholders."""
+        """Gives the modules their classes back; their parameters can't be used any more."""
         for module in self.model.modules():
             if isinstance(module._parameters, StreamedParameters):
-                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+                closed = ClosedParameters(dict.items(module._parameters))
+                module.__dict__["_parameters"] = closed
             detach(module)
 
     def after_update(self) -> None:
@@ -67,10 +68,9 @@ class StreamedModel:
         is_outermost = self._depth == 0 and not in_backward
         if is_outermost:
             self._begin_pass()
-        self._depth += 1
-        held: list[int] = []
-        pushed = False
+        depth, held, pushed = self._depth, [], False
         try:
+            self._depth = depth + 1
             for index in units:
                 self.residency.hold(index)
                 held.append(index)
@@ -79,7 +79,7 @@ class StreamedModel:
         finally:
             if pushed:
                 pop_saved_tensor_hooks()
-            self._depth -= 1
+            self._depth = depth
             for index in held:
                 self.residency.release_hold(index, evict=is_unit and not in_backward)
             if is_outermost:
@@ -100,7 +100,11 @@ class StreamedModel:
 
     def _begin_pass(self) -> None:
         """Starts a trace; what an earlier pass left in slots goes, so that bytes are as planned."""
-        self._release(self._until_backward_ends, evict=False)  # a backward that raised left these
+        # What a backward that raised, or an interrupt, left behind.
+        self._until_backward_ends.clear()
+        self._until_forward_ends.clear()
+        for unit in self.residency.units:
+            unit.num_holds = 0
         self.residency.evict_used()
         mode = "train" if torch.is_grad_enabled() and self.model.training else "evaluate"
         self.residency.trace.begin(mode)

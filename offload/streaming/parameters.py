@@ -7,10 +7,40 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import StoreError
+
 OnAccess = Callable[[nn.Parameter], None]
 PickledCopies = weakref.WeakValueDictionary[tuple[int, int], nn.Parameter]
 """The copies of a model's parameters that a pickler holds now, by id and version: a tied parameter
 is pickled once."""
+
+
+class ClosedParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module whose session is closed: every look at them is refused."""
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        raise self._error(name)
+
+    def items(self) -> Any:
+        """Refuses, as every access does."""
+        raise self._error(next(iter(self), ""))
+
+    def values(self) -> Any:
+        """Refuses, as every access does."""
+        raise self._error(next(iter(self), ""))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self._error(next(iter(self), ""))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error(next(iter(self), ""))
+
+    def _error(self, name: str) -> StoreError:
+        return StoreError(
+            f"cannot use parameter `{name}`: its session is closed and its values are in the "
+            "store, if they were committed; use the model, and take `model.state_dict()`, inside "
+            "the `with` block"
+        )
 
 
 class StreamedParameters(dict[str, nn.Parameter | None]):

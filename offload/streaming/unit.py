@@ -57,8 +57,13 @@ class Binding:
         self.seen_version = parameter._version
 
     def attach(self, base: torch.Tensor) -> None:
-        """Points the parameter at its bytes in the slot under `base`."""
+        """Points the parameter at its bytes in the slot under `base`.
+
+        Raises:
+            StoreError: The user wrote to the parameter while it was absent.
+        """
         parameter = self.parameter
+        self._require_untouched()
         parameter.data = view_as(
             base,
             offset_bytes=self.offset_bytes,
@@ -69,6 +74,19 @@ class Binding:
 
     def detach(self) -> None:
         self.parameter.data = self.placeholder
+
+    def _require_untouched(self) -> None:
+        single = self.placeholder
+        if not self.num_bytes or not single.is_floating_point():
+            return
+        first = single[(0,) * single.dim()]
+        if first == first or self.parameter.data_ptr() != single.data_ptr():
+            raise StoreError(
+                f"cannot fetch parameter `{self.name}`: expected nothing written to it while it "
+                "was not in memory, found a write through `parameters()` or a kept reference; "
+                "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
+                "under `torch.no_grad()`"
+            )
 
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.

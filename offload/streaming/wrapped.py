@@ -27,10 +27,11 @@ from offload.optim.pipeline import (
 )
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
-from offload.plan.host import HostPlan, Placement, plan_host
+from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order
 from offload.storage.store import BlockStore
 from offload.streaming.adoption import Adoption
+from offload.streaming.buffers import ModelBuffers
 from offload.streaming.building import Building
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.gradients import Gradients
@@ -122,6 +123,8 @@ class WrappedModel:
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._take_memory()
         self._adopt()
+        if self._resume is not None and self._store is not None:
+            ModelBuffers(self.model).read(self._store, self._resume.buffers)
         if self.options.parameters == "storage":
             self._attach(discovered)
         self._note_versions()
@@ -182,13 +185,17 @@ class WrappedModel:
         self._require_whole("update")
         started = time.perf_counter()
         self._leave_slots()
-        self._run_pipeline(updates)
-        for name in updates:
-            self.steps[name] = self.step_of(name) + 1
-            # As after any in-place update: a graph that saved the old value must not be used.
-            torch.autograd.graph.increment_version(self._parameters[name])
-        self.completed_steps += 1
-        self._note_versions()
+        try:
+            self._run_pipeline(updates)
+            for name in updates:
+                self.steps[name] = self.step_of(name) + 1
+                # As after any in-place update: a graph that saved the old value must not be used.
+                torch.autograd.graph.increment_version(self._parameters[name])
+            self.completed_steps += 1
+            self._note_versions()
+        except BaseException as error:  # an interrupt too: what is counted is not what is done
+            self._failure = error
+            raise
         if self._streamed is not None:
             self._streamed.after_update()
         self.update_s += time.perf_counter() - started
@@ -220,6 +227,7 @@ class WrappedModel:
         before = self._store.stats().write_bytes
         self._settle_edits()
         self._write_dirty()
+        buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
             CommitHead(
@@ -227,6 +235,7 @@ class WrappedModel:
                 layout=self.layout,
                 steps=self.steps,
                 metadata=dict(metadata),
+                buffers=buffers,
             ).to_json()
         )
 
@@ -317,7 +326,7 @@ class WrappedModel:
         options = self.options
         return plan_host(
             layout,
-            budget_bytes=1 << 62 if options.budget_bytes is None else options.budget_bytes,
+            budget_bytes=UNBOUNDED_BYTES if options.budget_bytes is None else options.budget_bytes,
             parameters=options.parameters,
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
@@ -388,6 +397,9 @@ class WrappedModel:
             StreamedUnit(unit, index, self._parameters)
             for index, unit in enumerate(self.layout.units)
         ]
+        for unit in units:
+            for binding in unit.bindings:
+                binding.detach()
         self._residency = Residency(
             units,
             pool=self._memory.slots,
@@ -426,8 +438,30 @@ class WrappedModel:
         if self._residency is not None:
             self._residency.evict_all()
             return
-        edited = [n for n, p in self._parameters.items() if p._version != self._seen_versions[n]]
+        edited = [n for n in self._parameters if self._is_edited(n)]
         self._note_edits(edited)
+
+    def _is_edited(self, name: str) -> bool:
+        """Whether the user changed a resident parameter; data that was replaced is taken over.
+
+        Raises:
+            StoreError: It has another shape or dtype now.
+        """
+        assert self._state.parameters is not None
+        shard, placed = self.layout.parameters[name]
+        flat, parameter = self._state.parameters[shard.name], self._parameters[name]
+        view = flat[placed.start : placed.stop].view(placed.facts.shape)
+        if parameter.shape != view.shape or parameter.dtype != view.dtype:
+            raise StoreError(
+                f"cannot update parameter `{name}`: expected {tuple(view.shape)} of {view.dtype}, "
+                f"found {tuple(parameter.shape)} of {parameter.dtype}; do not change a wrapped "
+                "model's shapes or dtypes"
+            )
+        if view.numel() and parameter.data_ptr() != view.data_ptr():
+            view.copy_(parameter.data)
+            parameter.data = view
+            return True
+        return parameter._version != self._seen_versions[name]
 
     def _give_slots_back(self) -> None:
         assert self._residency is not None

@@ -101,7 +101,10 @@ def test_no_budget_is_exceeded_by_plan_or_peak(tmp_path, monkeypatch, placement,
         always = plan.planned_bytes - slots - plan.buffer_bytes * plan.num_buffers
         assert plan.planned_bytes <= budget_bytes
         # An update empties the slots before it fills the window.
-        assert session.stats().host_peak_bytes == always + max(slots, window)
+        peak_bytes = session.stats().host_peak_bytes
+        assert always <= peak_bytes <= always + max(slots, window)
+        if extra_bytes == 0:
+            assert peak_bytes == always + max(slots, window)
 
 
 @pytest.mark.parametrize("codec, micro_steps", [

@@ -404,7 +404,6 @@ def test_nothing_is_leased_once_every_unit_has_left():
     harness.forward()
 
     harness.residency.evict_all()
-    harness.streamed.close()
 
     assert harness.pool.num_free == 3
     assert all(parameter.isnan().all() for parameter in harness.model.parameters())

@@ -13,6 +13,8 @@ from parity.sessions import open_session, use_small_records
 from torch import nn
 from torch.nn import functional
 
+import offload
+
 EXTREMES = [("host", "host"), ("storage", "storage")]
 
 
@@ -152,11 +154,26 @@ def test_an_in_place_operation_on_a_weight_in_forward_raises_as_in_torch(tmp_pat
             loss.backward()
 
 
-def test_parameters_of_a_closed_session_are_placeholders_and_modules_are_plain(tmp_path):
+@pytest.mark.parametrize("use", [
+    lambda model: list(model.parameters()),
+    lambda model: model.state_dict(),
+    lambda model: loss_of(model, 0),
+    lambda model: model.head.weight,
+    copy.deepcopy,
+    pickle.dumps,
+])  # fmt: skip
+def test_a_model_whose_session_is_closed_refuses_to_be_used(tmp_path, use):
     with open_session(tmp_path) as session:
         model = session.wrap(build(SmallGPT))
 
-    assert all(p.isnan().all() for p in model.parameters())
+    with pytest.raises(offload.StoreError, match=r"session is closed.*inside the `with` block"):
+        use(model)
+
+
+def test_modules_of_a_closed_session_are_plain(tmp_path):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+
     assert [type(m) for m in model.modules()] == [type(m) for m in build(SmallGPT).modules()]
 
 

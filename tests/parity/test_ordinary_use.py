@@ -1,0 +1,194 @@
+"""What users do around a training loop has its plain effect, or is refused with what to do."""
+
+import pytest
+import torch
+from parity.models import SmallGPT, build, loss_of
+from parity.oracle import same_bits
+from parity.sessions import PLACEMENTS, open_session
+from torch import nn
+from torch.nn import functional
+
+import offload
+
+
+class Nested(nn.Module):
+    """Lists in a list, and a parameter of the root's that is held while all others are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleList(nn.Linear(32, 32) for _ in range(3)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(32))
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x):
+        for stage in self.stages:
+            for layer in stage:
+                x = x + functional.gelu(layer(x))
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (x - self.mean) * self.scale
+
+
+def make_nested():
+    torch.manual_seed(0)
+    return Nested()
+
+
+def train(session, model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_a_resume_goes_on_with_the_buffers_of_the_commit(tmp_path, placement):
+    with open_session(tmp_path, placement) as session:
+        model = session.wrap(make_nested())
+        optimizer = session.AdamW(model.parameters())
+        train(session, model, optimizer, range(3))
+        session.commit()
+        expected = train(session, model, optimizer, range(3, 6))
+
+    with open_session(tmp_path, placement, resume=True) as session:
+        model = session.wrap(make_nested())
+        optimizer = session.AdamW(model.parameters())
+
+        assert train(session, model, optimizer, range(3, 6)) == expected
+
+
+def test_the_smallest_budget_covers_units_that_enclosing_calls_hold(tmp_path):
+    with open_session(tmp_path) as session:
+        session.wrap(make_nested())
+        smallest = session._wrapped.plan.smallest_bytes
+
+    with offload.Session(host_memory=smallest, store=tmp_path / "small") as session:
+        model = session.wrap(make_nested())
+        optimizer = session.AdamW(model.parameters())
+
+        assert len(train(session, model, optimizer, range(2))) == 2
+        assert session.stats().host_peak_bytes <= smallest
+
+
+def test_gradients_from_before_wrapping_count(tmp_path):
+    plain, wrapped = build(SmallGPT), build(SmallGPT)
+    for model in (plain, wrapped):
+        loss_of(model, 0).backward()
+
+    with open_session(tmp_path) as session:
+        session.wrap(wrapped)
+        for model in (plain, wrapped):
+            loss_of(model, 1).backward()
+
+        for (name, p), q in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
+            assert same_bits(p.grad, q.grad.clone()), name
+
+
+@pytest.mark.parametrize("placement", [("host", "host"), ("host", "storage")], ids="-".join)
+def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement):
+    with open_session(tmp_path, placement) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        replaced = model.head.weight.data * 0.5
+        model.head.weight.data = replaced.clone()
+
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+        assert not model.head.weight.equal(replaced)
+        assert (model.head.weight - replaced).abs().max() < 0.01
+
+
+def test_parameters_that_share_memory_are_refused_by_name(tmp_path):
+    model = nn.Module()
+    values = torch.zeros(64)
+    model.a, model.b = nn.Parameter(values), nn.Parameter(values[:16])
+
+    with (
+        open_session(tmp_path) as session,
+        pytest.raises(offload.ConfigError, match="`a` and `b`.*share"),
+    ):
+        session.wrap(model)
+
+
+@pytest.mark.parametrize("edit", [
+    lambda p: p[(0,) * p.dim()].fill_(1.0),
+    lambda p: p.data[(0,) * p.dim()].fill_(1.0),
+])  # fmt: skip
+def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                edit(parameter)
+
+        with pytest.raises(offload.StoreError, match="while it was not in memory"):
+            loss_of(model, 0)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_interrupts_leave_no_unit_held(tmp_path, where):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        for _ in range(5):
+            if where == "forward":
+                handle = model.blocks[1].register_forward_hook(interrupt)
+            else:
+                handle = model.tokens.weight.register_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, 0).backward()
+            handle.remove()
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+def test_an_update_that_is_interrupted_is_not_committed(tmp_path, monkeypatch):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        loss_of(model, 0).backward()
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("torch.autograd.graph.increment_version", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+
+        with pytest.raises(offload.StoreError, match="between two steps"):
+            session.commit()
+
+
+@pytest.mark.parametrize("wrong", [
+    {"paths": "nowhere"},
+    {"paths": ["."], "resume": "yes"},
+])  # fmt: skip
+def test_wrong_arguments_are_refused_and_nothing_is_made(tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(offload.ConfigError):
+        offload.Session(host_memory="1MiB", **wrong)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_is_wrapped_by_one_session_only(tmp_path):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+
+        with offload.Session(offload=False) as other:
+            with pytest.raises(offload.StoreError, match="another session has wrapped"):
+                other.wrap(model)
+            with pytest.raises(offload.ConfigError, match="expected a torch.nn.Module"):
+                other.wrap(3)
