@@ -1,7 +1,7 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +15,11 @@ from offload.layout import ModelLayout
 from offload.optim.adamw import AdamW, Parameters
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.record_names import parameters_by_record
-from offload.policy import resolve_order
+from offload.policy import resolve_order, resolve_striping
 from offload.storage.engine import Engine
+from offload.storage.paced_engine import PacedEngine
 from offload.storage.store import BlockStore
+from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.wrapped import ResumePoint, WrapOptions, WrappedModel
@@ -59,12 +61,12 @@ class Session:
         device: Only `"cpu"` in this version.
         device_memory: Not used by the unified `cpu` device.
         host_memory: Hard budget for parameters, gradients and optimizer state, such as `"24GiB"`.
-        paths: Directories on drives; one in this version.
+        paths: Directories on drives: the store has a part on each.
         policy: A preset's name, a file, or choices such as `{"parameters": "host"}`.
         offload: False keeps everything in memory and runs the same arithmetic.
         codec: `"split"` or `"fp32"`.
         gradient_dtype: `"parameter"` or `"float32"`.
-        store: The store's directory; by default one in the first path.
+        store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
 
     Raises:
@@ -83,7 +85,7 @@ class Session:
         offload: bool | None = None,
         codec: str | None = None,
         gradient_dtype: str | None = None,
-        store: str | Path | None = None,
+        store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
     ) -> None:
         overrides = {
@@ -97,9 +99,9 @@ class Session:
             "train.gradient_dtype": gradient_dtype,
         }
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
-        self._store_path = self._choose_store(store)
+        self._store_paths = self._choose_store(store)
         self._resume = resume
-        self._engine: Engine | None = None
+        self._engines: list[Engine | PacedEngine] = []
         self._store: BlockStore | None = None
         self._kernels: Kernels | None = None
         self._building: Building | None = None
@@ -133,10 +135,10 @@ class Session:
             return
         self._kernels = load_kernels()
         self._is_open = True
-        if self._store_path is None:
+        if not self._store_paths:
             return
         try:
-            self._open_store(self._store_path)
+            self._open_store(self._store_paths)
         except BaseException:
             self.close()
             raise
@@ -145,10 +147,10 @@ class Session:
         """Detaches from the model and closes the store; what was not committed is lost."""
         wrapped, self._wrapped = self._wrapped, None
         store, self._store = self._store, None
-        engine, self._engine = self._engine, None
+        engines, self._engines = self._engines, []
         self._is_open = False
         with contextlib.ExitStack() as stack:
-            if engine is not None:
+            for engine in engines:
                 stack.callback(engine.close)
             if store is not None:
                 stack.callback(store.close)
@@ -252,14 +254,13 @@ class Session:
     def _budget_bytes(self) -> int | None:
         return self.config.tiers.host.memory if self.config.offload else None
 
-    def _choose_store(self, store: str | Path | None) -> Path | None:
+    def _choose_store(self, store: str | Path | Sequence[str | Path] | None) -> list[Path]:
         if not self.config.offload:
-            return None
-        paths = self.config.tiers.storage.paths
+            return []
         if store is not None:
-            return Path(store)
-        if paths:
-            return Path(paths[0]) / STORE_NAME
+            return [Path(store)] if isinstance(store, str | Path) else [Path(s) for s in store]
+        if self.config.tiers.storage.paths:
+            return [Path(path) / STORE_NAME for path in self.config.tiers.storage.paths]
         policy = self.config.policy
         if "storage" in (policy.parameters, policy.optimizer):
             raise ConfigError(
@@ -267,20 +268,23 @@ class Session:
                 "`paths` or `store`, found none; name one, or choose `policy={'parameters': "
                 "'host', 'optimizer': 'host'}`"
             )
-        return None
+        return []
 
-    def _open_store(self, path: Path) -> None:
+    def _open_store(self, roots: list[Path]) -> None:
         tier = self.config.tiers.storage
-        self._engine = Engine()
-        self._engine.open()
+        for index in range(len(roots)):
+            self._engines.append(_open_engine(tier.rate_limit_of(index)))
         self._store = BlockStore(
-            path,
-            engine=self._engine,
-            capacity_bytes=tier.capacity,
+            [
+                StorePath(root=root, capacity_bytes=tier.capacity_of(index))
+                for index, root in enumerate(roots)
+            ],
+            engine=self._engines,
             durability=tier.durability,
             describe=self._describe_record,
+            striping=resolve_striping(self.config.policy.striping),
         )
-        if self._resume is False or (self._resume == "auto" and not has_commit(path)):
+        if self._resume is False or (self._resume == "auto" and not has_commit(*roots)):
             self._store.create()
             return
         self._store.open()
@@ -331,6 +335,12 @@ class Session:
         if self._wrapped is None:
             raise StoreError(f"cannot {action}: no model is wrapped; call `session.wrap(model)`")
         return self._wrapped
+
+
+def _open_engine(rate_limit: int | None) -> Engine | PacedEngine:
+    engine = Engine() if rate_limit is None else PacedEngine(Engine(), bytes_per_s=rate_limit)
+    engine.open()
+    return engine
 
 
 def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:

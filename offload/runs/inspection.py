@@ -13,7 +13,7 @@ from offload.layout import ModelLayout
 from offload.optim.digest import state_digest
 from offload.optim.readers import StateParts
 from offload.optim.record_names import parameters_by_record
-from offload.runs.run_directory import find_store, is_run_directory
+from offload.runs.run_directory import find_stores, is_run_directory
 from offload.sizes import MIB
 from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
@@ -112,7 +112,7 @@ def resolve_store(path: Path) -> Path:
             f"cannot find store `{path}`: expected a run directory or a store directory, found "
             f"{'a file' if path.exists() else 'nothing'}; correct the path"
         )
-    return (find_store(path) or path) if is_run_directory(path) else path
+    return (find_stores(path) or (path,))[0] if is_run_directory(path) else path
 
 
 def _digest(root: Path, layout: ModelLayout) -> str:

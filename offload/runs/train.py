@@ -44,7 +44,7 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed:
         _require_resumable(config, directory)
-    plan = plan_run(config, store=directory.store)
+    plan = plan_run(config, stores=directory.stores)
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
@@ -91,7 +91,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
     with Engine(block_bytes=BLOCK_BYTES) as engine:
         return probe_machine(
-            directory.store.parent,
+            [store.parent for store in directory.stores],
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,

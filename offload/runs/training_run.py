@@ -14,6 +14,7 @@ from offload.runs.activations import ActivationMeter
 from offload.runs.commits import commit_metadata, restore
 from offload.runs.data import Text
 from offload.runs.interrupt import StopRequest
+from offload.runs.intervals import Interval
 from offload.runs.loop import TrainingLoop
 from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
 from offload.runs.model import build_model
@@ -65,6 +66,7 @@ class TrainingRun:
         self._progress = progress
         self._commits = config.offload and config.tiers.storage.durability == "commit"
         self._committed: int | None = None
+        self._commit_interval = Interval(config.tiers.storage.commit_every)
         self._activations = ActivationMeter()
         self._rss = RssMeter()
         self._recorder = StepRecorder(
@@ -105,7 +107,9 @@ class TrainingRun:
     def _session(self) -> Session:
         if not self._config.offload:
             return Session(self._config)
-        return Session(self._config, store=self._directory.store, resume=self._directory.is_resumed)
+        return Session(
+            self._config, store=self._directory.stores, resume=self._directory.is_resumed
+        )
 
     def _build(self, session: Session) -> TrainingLoop:
         options = self._config.optimizer
@@ -181,12 +185,12 @@ class TrainingRun:
         return every > 0 and step % every == 0
 
     def _is_commit_due(self, step: int) -> bool:
-        every = self._config.tiers.storage.commit_every
-        return self._commits and every > 0 and step % every == 0
+        return self._commits and self._commit_interval.is_due(step)
 
     def _commit(self, step: int, session: Session) -> None:
         session.commit(commit_metadata(step=step))
         self._committed = step
+        self._commit_interval.happened()
 
     def _report_stop(self, done: int, signal_name: str | None) -> None:
         _LOG.warning(

@@ -124,11 +124,12 @@ def _find_bad(store: BlockStore, block: _Span, slot: memoryview) -> BadBlock | N
     try:
         _start(store, block, slot).ticket.wait()
     except (CorruptStateError, StorageError) as error:
+        place = store.block_place(block.record, block.offset // store.block_bytes)
         return BadBlock(
             record=block.record,
-            path=store.root,
-            file=store.data_path.name,
-            offset=store.block_offset(block.record, block.offset // store.block_bytes),
+            path=place.root,
+            file=place.file,
+            offset=place.offset,
             reason=str(error),
         )
     return None
