@@ -16,7 +16,9 @@ from offload.optim.adamw import AdamW, Parameters
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.record_names import parameters_by_record
 from offload.policy import resolve_order, resolve_striping
+from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
+from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.paced_engine import PacedEngine
 from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
@@ -103,6 +105,7 @@ class Session:
         self._resume = resume
         self._engines: list[Engine | PacedEngine] = []
         self._store: BlockStore | None = None
+        self._drain: Drain | None = None
         self._kernels: Kernels | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
@@ -148,12 +151,15 @@ class Session:
         wrapped, self._wrapped = self._wrapped, None
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
+        drain, self._drain = self._drain, None
         self._is_open = False
         with contextlib.ExitStack() as stack:
             for engine in engines:
                 stack.callback(engine.close)
             if store is not None:
                 stack.callback(store.close)
+            if drain is not None:
+                stack.callback(drain.close)
             if wrapped is not None:
                 stack.callback(wrapped.close)
 
@@ -222,6 +228,56 @@ class Session:
         wrapped.commit(metadata or {})
         self._committed_step = wrapped.completed_steps
 
+    def save(self, name: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Commits, and keeps that commit as checkpoint `name`; copies no block.
+
+        An older checkpoint of that name is replaced. With `checkpoint.keep_last` the oldest ones
+        are deleted; with `checkpoint.drain` it is copied there in the background.
+
+        Raises:
+            ConfigError: The name has other characters than letters, digits and `._+-`.
+            StoreError, StorageError: As from `commit`; older checkpoints are whole.
+        """
+        require_checkpoint_name(name)
+        self.commit(metadata)
+        assert self._store is not None
+        self._store.save(name)
+        if self._drain is not None:
+            self._drain.start(name)
+        self._delete_old_checkpoints(self._store)
+
+    def load(self, name: str) -> None:
+        """Goes back to checkpoint `name`, in this process; `metadata` is what it was given.
+
+        Gradients and what was not committed are dropped. The next commit makes it what a restart
+        finds.
+
+        Raises:
+            StoreError: There is none of that name, or it is another model's.
+        """
+        self._require_open("load a checkpoint")
+        store = self._store
+        if store is None:
+            raise StoreError(
+                "cannot load a checkpoint: expected a store, found none; set `paths` or `store`"
+            )
+        if self._wrapped is None:
+            self._resume_point = self._restored(store, name)
+        else:
+            self._wrapped.roll_back(lambda: self._restored(store, name))
+
+    def checkpoints(self) -> list[str]:
+        """Returns the names of the checkpoints, oldest first."""
+        self._require_open("list checkpoints")
+        return list(self._store.checkpoints()) if self._store is not None else []
+
+    def wait_drained(self) -> list[str]:
+        """Waits until all checkpoints are copied; returns a line for each that could not be."""
+        if self._drain is None:
+            return []
+        self._drain.wait()
+        return list(self._drain.failures)
+
     def state_digest(self) -> str:
         """Returns one number over parameters and state, equal for equal state however stored."""
         return self._require_wrapped("digest").state_digest()
@@ -283,18 +339,56 @@ class Session:
             durability=tier.durability,
             describe=self._describe_record,
             striping=resolve_striping(self.config.policy.striping),
+            advise=self._advise,
         )
         if self._resume is False or (self._resume == "auto" and not has_commit(*roots)):
             self._store.create()
+            self._start_draining(self._store)
             return
         self._store.open()
         head = self._store.head or {}
-        self._resume_point = ResumePoint(
-            steps={str(name): int(step) for name, step in head["steps"].items()},
-            completed_steps=int(head["step"]),
-        )
+        self._resume_point = _resume_point(head)
         self.metadata = dict(head["metadata"])
         self._committed_step = self._resume_point.completed_steps
+        self._start_draining(self._store)
+
+    def _start_draining(self, store: BlockStore) -> None:
+        options = self.config.checkpoint
+        if options.drain is not None:
+            self._drain = Drain(
+                store,
+                target=Path(options.drain),
+                bytes_per_s=options.drain_rate_limit,
+                keep_last=options.keep_last,
+            )
+            self._drain.start_unfinished()
+
+    def _restored(self, store: BlockStore, name: str) -> ResumePoint:
+        head = store.checkpoints().get(name, {})
+        if self._wrapped is not None and "layout" in head:
+            self._wrapped.require_layout(head["layout"])
+        head = store.load(name)
+        self.metadata = dict(head["metadata"])
+        return _resume_point(head)
+
+    def _delete_old_checkpoints(self, store: BlockStore) -> None:
+        keep_last = self.config.checkpoint.keep_last
+        names = list(store.checkpoints())
+        for name in names[:-keep_last] if keep_last else []:
+            # What is still being copied is deleted with a later one.
+            if self._drain is None or not self._drain.is_draining(name):
+                store.delete_checkpoint(name)
+
+    def _advise(self) -> str:
+        """Returns from which copy a run can go on whose paths are lost."""
+        target = self.config.checkpoint.drain
+        if target is None:
+            return "no checkpoint was copied elsewhere: `checkpoint.drain` is not set"
+        copies = drained_copies(Path(target))
+        if not copies:
+            return f"no complete copy of a checkpoint is in `{target}`"
+        newest = copies[-1]
+        return f"the newest copy of a checkpoint is `{newest.root}`, of step {newest.step}"
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
@@ -335,6 +429,13 @@ class Session:
         if self._wrapped is None:
             raise StoreError(f"cannot {action}: no model is wrapped; call `session.wrap(model)`")
         return self._wrapped
+
+
+def _resume_point(head: Mapping[str, Any]) -> ResumePoint:
+    return ResumePoint(
+        steps={str(name): int(step) for name, step in head["steps"].items()},
+        completed_steps=int(head["step"]),
+    )
 
 
 def _open_engine(rate_limit: int | None) -> Engine | PacedEngine:

@@ -52,7 +52,7 @@ class Commits:
         self._paths = paths
         self._versions = versions
         self._block_bytes = block_bytes
-        self._store_id = store_id
+        self.store_id = store_id
         self._lock = threading.Lock()
         self._head = b""
         self._highest = 0  # of all sequence numbers in the directories
@@ -227,7 +227,7 @@ class Commits:
             **head,
             "schema": SCHEMA,
             "committed_at": time.time(),
-            "store": {"id": self._store_id, "paths": roots},
+            "store": {"id": self.store_id, "paths": roots},
         }
         try:
             return json.dumps(full, sort_keys=True, separators=(",", ":")).encode()

@@ -75,6 +75,7 @@ class RecordTransfers:
         self._in_flight: set[StoreTicket] = set()
         self._read_bytes = 0
         self._write_bytes = 0
+        self._checkpoint_read_bytes = 0
         self._bytes_by_path = [[0, 0] for _ in paths]  # read, written
 
     @property
@@ -84,6 +85,10 @@ class RecordTransfers:
     @property
     def write_bytes(self) -> int:
         return self._write_bytes
+
+    @property
+    def checkpoint_read_bytes(self) -> int:
+        return self._checkpoint_read_bytes
 
     def bytes_on(self, path_index: int) -> tuple[int, int]:
         """Returns what was read from and written to a path."""
@@ -204,7 +209,7 @@ class RecordTransfers:
             ),
             settle=settle,
         )
-        self._remember(ticket, moves, is_write=False)
+        self._remember(ticket, moves, is_write=False, is_of_checkpoint=checkpoint is not None)
         return ticket
 
     def wait_all(self) -> None:
@@ -235,10 +240,20 @@ class RecordTransfers:
 
     # Tickets, from submission until they are settled.
 
-    def _remember(self, ticket: StoreTicket, moves: Sequence[Move], *, is_write: bool) -> None:
+    def _remember(
+        self,
+        ticket: StoreTicket,
+        moves: Sequence[Move],
+        *,
+        is_write: bool,
+        is_of_checkpoint: bool = False,
+    ) -> None:
         num_bytes = sum(move.num_bytes for move in moves)
         with self._lock:
             self._in_flight.add(ticket)
+            if is_of_checkpoint:
+                self._checkpoint_read_bytes += num_bytes
+                return
             self._read_bytes += 0 if is_write else num_bytes
             self._write_bytes += num_bytes if is_write else 0
             for move in moves:

@@ -57,6 +57,8 @@ class StoreStats:
     """Of records, padding included."""
     commit_bytes: int
     """Of manifests."""
+    checkpoint_read_bytes: int
+    """Of records of checkpoints, to copy them elsewhere."""
     live_bytes: int
     """In blocks that a version, committed or current, or a reader needs."""
     file_bytes: int
@@ -156,6 +158,11 @@ class BlockStore:
         if self._parts is not None:
             return [path.root for path in self._parts.paths]
         return [config.root for config in self._configs]
+
+    @property
+    def store_id(self) -> str:
+        """The same in all its manifests, and no other store's."""
+        return self._open_parts.commits.store_id
 
     @property
     def data_path(self) -> Path:
@@ -446,6 +453,7 @@ class BlockStore:
             read_bytes=parts.transfers.read_bytes,
             write_bytes=parts.transfers.write_bytes,
             commit_bytes=parts.commits.commit_bytes,
+            checkpoint_read_bytes=parts.transfers.checkpoint_read_bytes,
             live_bytes=parts.versions.num_taken_blocks * self.block_bytes,
             file_bytes=parts.versions.num_blocks * self.block_bytes,
             paths=tuple(self._path_stats(parts, path) for path in parts.paths),

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
+from offload.streaming.rollback import read_back
 from offload.streaming.tier import StoredUnits
 from offload.streaming.unit import StreamedUnit
 
@@ -203,6 +204,19 @@ class WrappedModel:
             }
         )
 
+    def roll_back(self, load: Callable[[], ResumePoint]) -> None:
+        """Goes back to what `load` makes current in the store, whatever was pending or failed."""
+        if self._residency is not None:
+            self._residency.evict_all()
+        point = load()
+        self._failure = None
+        read_back(self._state, self._parameters)
+        self.steps = dict(point.steps)
+        self.completed_steps = point.completed_steps
+        for parameter in self._parameters.values():
+            torch.autograd.graph.increment_version(parameter)
+        self._note_versions()
+
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
         self._require_whole("digest")
@@ -226,10 +240,14 @@ class WrappedModel:
     # Steps of opening.
 
     def _require_same_layout(self) -> None:
-        if not self._is_resumed or self._store is None or self._store.head is None:
-            return
-        stored = ModelLayout.from_json(self._store.head["layout"])
+        if self._is_resumed and self._store is not None and self._store.head is not None:
+            self.require_layout(self._store.head["layout"])
+
+    def require_layout(self, layout: dict[str, Any]) -> None:
+        """Raises StoreError unless `layout`, as JSON, is that of this model."""
+        stored = ModelLayout.from_json(layout)
         if stored != self.layout:
+            assert self._store is not None
             raise StoreError(
                 f"cannot resume from store `{self._store.root}`: expected the model that it "
                 f"holds ({stored.num_parameters} parameters in {len(stored.units)} units, codec "
