@@ -20,7 +20,7 @@ from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.paced_engine import PacedEngine
-from offload.storage.store import BlockStore
+from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
@@ -50,6 +50,8 @@ class SessionStats:
     device_peak_bytes: int | None = None
     completed_steps: int = 0
     committed_step: int | None = None
+    paths: tuple[PathStats, ...] = ()
+    """Of each path of the store."""
 
 
 class Session:
@@ -70,6 +72,8 @@ class Session:
         gradient_dtype: `"parameter"` or `"float32"`.
         store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
+        path_rates: Bytes that go in and out again each second on each path, from a profile: what
+            `proportional` striping goes by, and `adaptive` until it has measured.
 
     Raises:
         ConfigError: A value is wrong.
@@ -89,6 +93,7 @@ class Session:
         gradient_dtype: str | None = None,
         store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
+        path_rates: Sequence[float] = (),
     ) -> None:
         overrides = {
             "tiers.device.kind": device,
@@ -103,6 +108,7 @@ class Session:
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
         self._store_paths = self._choose_store(store)
         self._resume = resume
+        self._path_rates = tuple(path_rates)
         self._engines: list[Engine | PacedEngine] = []
         self._store: BlockStore | None = None
         self._drain: Drain | None = None
@@ -304,6 +310,7 @@ class Session:
             host_peak_bytes=wrapped.host_peak_bytes,
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
+            paths=io.paths if io else (),
         )
 
     @property
@@ -332,7 +339,13 @@ class Session:
             self._engines.append(_open_engine(tier.rate_limit_of(index)))
         self._store = BlockStore(
             [
-                StorePath(root=root, capacity_bytes=tier.capacity_of(index))
+                StorePath(
+                    root=root,
+                    capacity_bytes=tier.capacity_of(index),
+                    nominal_bytes_per_s=self._path_rates[index]
+                    if index < len(self._path_rates)
+                    else None,
+                )
                 for index, root in enumerate(roots)
             ],
             engine=self._engines,

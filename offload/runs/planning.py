@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -42,6 +42,9 @@ def plan_run(config: Config, *, stores: Sequence[Path] = ()) -> RunPlan:
         storage_path=", ".join(map(str, _existing_directories(config, stores))),
         traffic=plan_traffic(config, layout),
         policy=_policy(config),
+        endurance_bytes=config.tiers.storage.endurance,
+        num_paths=max(1, len(config.tiers.storage.paths)),
+        warnings=tuple(_warnings(config)) if config.offload else (),
     )
 
 
@@ -110,6 +113,28 @@ def _plan_storage(
         free_bytes=sum(free),
         capacity_bytes=sum(capacities) if tier.capacity else None,
     )
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    tier, drain = config.tiers.storage, config.checkpoint.drain
+    if tier.durability == "none":
+        return
+    if drain is None:
+        yield (
+            "no checkpoint is copied off the storage paths: a path that cannot be read any more "
+            "ends the run for good; set `checkpoint.save_every` and `checkpoint.drain`"
+        )
+    elif any(_is_below(Path(drain), Path(path)) for path in tier.paths):
+        yield (
+            f"`checkpoint.drain` = `{drain}` lies on one of the storage paths, with which it would "
+            "be lost; name a directory on another drive or file system"
+        )
+    elif not config.checkpoint.save_every:
+        yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return path.resolve().is_relative_to(root.resolve())
 
 
 def num_kept_checkpoints(config: Config) -> int:

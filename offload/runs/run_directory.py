@@ -36,6 +36,8 @@ class RunDirectory:
     stores: tuple[Path, ...]
     """The store's directories, one on each path."""
     is_resumed: bool
+    copied_from: Path | None = None
+    """A copied checkpoint that the new store starts from."""
 
     @property
     def store(self) -> Path:
@@ -89,6 +91,11 @@ def resolve_run_directory(
         ConfigError: The directory is in use without `resume`, or holds no complete commit.
     """
     named = None if resume is None or resume == AUTO else Path(resume)
+    if named is not None and run_dir is not None and _is_copy(named, Path(run_dir)):
+        path = Path(run_dir).absolute()
+        _require_unused(path)
+        stores = _new_stores(config, path)
+        return RunDirectory(path=path, stores=stores, is_resumed=True, copied_from=named.absolute())
     path = _run_path(Path(run_dir) if run_dir is not None else None, named, resume)
     if path.exists() and not path.is_dir():
         raise ConfigError(
@@ -142,6 +149,13 @@ def _run_path(run_dir: Path | None, named: Path | None, resume: Resume) -> Path:
             "name the directory of the run"
         )
     return _unused_default()
+
+
+def _is_copy(named: Path, run_dir: Path) -> bool:
+    """Returns whether `named` is a store of its own, from which a run in `run_dir` is to start."""
+    named, run_dir = named.absolute(), run_dir.absolute()
+    is_of_run = is_run_directory(named) or is_run_directory(named.parent)
+    return not is_of_run and run_dir not in (named, named.parent) and has_commit(named)
 
 
 def _named_run(named: Path, run_dir: Path | None) -> Path:
