@@ -125,7 +125,7 @@ def _latest(path: PathState) -> float | None:
 
 
 _BEHIND_FACTOR = 4.0
-_BEHIND_S = 0.1
+_BEHIND_S = 1.0
 """Less than this is the usual depth of a queue, not a delay."""
 
 

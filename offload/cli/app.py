@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from offload.cli.bench_update import update
 from offload.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -36,6 +37,11 @@ config_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show configurations and their schema."
 )
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what this machine delivers."
+)
+app.add_typer(bench_app, name="bench")
+bench_app.command()(update)
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)

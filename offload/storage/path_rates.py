@@ -5,6 +5,12 @@ bytes in flight at such a moment had some ever since the last one, as nothing wa
 between: it was busy for all of that interval, and the bytes that it moved say what it can do. Where
 nothing is in flight any more, when it ran dry is not known, and the interval says only that the
 path can do at least as much.
+
+[Note: both directions in one rate] Every record that is read is written again, so over a step each
+path moves about as much in as out, whatever share of the records it has; the bytes of both over the
+time in which it was busy are comparable between paths, and equal times mean that all end together.
+The two directions apart are not: reads that wait behind writes look slow, and bursts after a pause
+look fast.
 """
 
 import math
@@ -13,9 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_MEMORY_S = 0.4
-"""After this much busy time what was measured counts for 1/e: long against one request, short
-against a step."""
+from offload.sizes import MIB
+
+_LEAST_MEMORY_BYTES = 64 * MIB
+_STALL_MEMORY_S = 5.0
+"""What was measured is forgotten after this much busy time too, so that a path that stands still
+falls back."""
+_CLEARLY_FASTER = 1.25
+"""An interval in which a path ran dry counts from here on: below, it may be chance."""
 
 
 class Moved(Protocol):
@@ -37,16 +48,20 @@ class PathRates:
         self,
         counters: Sequence[Callable[[], Moved]],
         *,
+        live_bytes: Callable[[int], int] = lambda _: 0,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stores its arguments.
 
         Args:
             counters: Gives the counters of each path since its engine was opened.
+            live_bytes: What a path holds: in a step about as much goes in, and out again. After
+                so many bytes what was measured before counts for 1/e.
             clock_s: Monotonic seconds.
         """
         self._lock = threading.Lock()
         self._clock_s = clock_s
+        self._live_bytes = live_bytes
         self._paths = [_Path(read) for read in counters]
         self._last_s: float | None = None
 
@@ -55,48 +70,39 @@ class PathRates:
         with self._lock:
             self._note()
 
-    def submitted(self, path_index: int, *, read_bytes: int = 0, write_bytes: int = 0) -> None:
+    def submitted(self, path_index: int, num_bytes: int) -> None:
         """Says what was submitted to a path."""
         with self._lock:
-            path = self._paths[path_index]
-            path.read.submitted += read_bytes
-            path.write.submitted += write_bytes
-
-    def failed(self, path_index: int, *, read_bytes: int = 0, write_bytes: int = 0) -> None:
-        """Takes back what was submitted and will never be counted as moved."""
-        self.submitted(path_index, read_bytes=-read_bytes, write_bytes=-write_bytes)
+            self._paths[path_index].submitted += num_bytes
 
     def queued_bytes(self, path_index: int) -> int:
+        """Returns what is submitted and not done, both ways."""
         with self._lock:
-            path = self._paths[path_index]
-            return path.read.queued + path.write.queued
+            return self._paths[path_index].queued
 
     def round_trip_bytes_per_s(self, path_index: int) -> float | None:
         """Returns how many bytes go in and out again each second, None where nothing is known."""
         with self._lock:
-            path = self._paths[path_index]
-            known = [rate for rate in (path.read.rate(), path.write.rate()) if rate is not None]
-            if not known or not min(known):
-                return 0.0 if known else None
-            return len(known) / sum(1 / rate for rate in known) / 2
+            rate = self._paths[path_index].rate()
+            return None if rate is None else rate / 2
 
     def _note(self) -> None:
         now_s = self._clock_s()
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
-        for path in self._paths:
-            moved = path.counters()
-            path.read.look(moved.read_bytes, elapsed_s)
-            path.write.look(moved.write_bytes, elapsed_s)
+        for index, path in enumerate(self._paths):
+            memory_bytes = max(self._live_bytes(index), _LEAST_MEMORY_BYTES)
+            path.look(elapsed_s, memory_bytes=memory_bytes)
 
 
-class _Direction:
-    """One direction of one path."""
+class _Path:
+    """What one path was given and has done."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Callable[[], Moved]) -> None:
+        self._counters = counters
         self.submitted = 0
         self._seen: int | None = None
-        self._start = 0  # of the counter when the store was opened
+        self._start = 0  # of the counters when the store was opened
         self._bytes = 0.0
         self._busy_s = 0.0
 
@@ -104,7 +110,9 @@ class _Direction:
     def queued(self) -> int:
         return max(self.submitted - ((self._seen or 0) - self._start), 0)
 
-    def look(self, moved_bytes: int, elapsed_s: float) -> None:
+    def look(self, elapsed_s: float, *, memory_bytes: int) -> None:
+        moved = self._counters()
+        moved_bytes = moved.read_bytes + moved.write_bytes
         if self._seen is None:
             self._seen = self._start = moved_bytes
             return
@@ -113,24 +121,13 @@ class _Direction:
         self._seen = moved_bytes
         if not was_busy or elapsed_s <= 0:
             return
-        if self.queued:
-            self._add(delta, elapsed_s)
-        else:
-            rate = self.rate()
-            if rate is None or delta / elapsed_s > rate:
-                self._add(delta, elapsed_s)
+        rate = self.rate()
+        is_faster = rate is None or delta / elapsed_s > _CLEARLY_FASTER * rate
+        if self.queued or is_faster:
+            kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
+            self._bytes = self._bytes * kept + delta
+            self._busy_s = self._busy_s * kept + elapsed_s
 
     def rate(self) -> float | None:
+        """Returns bytes/s of both directions together."""
         return self._bytes / self._busy_s if self._busy_s else None
-
-    def _add(self, num_bytes: int, busy_s: float) -> None:
-        kept = math.exp(-busy_s / _MEMORY_S)
-        self._bytes = self._bytes * kept + num_bytes
-        self._busy_s = self._busy_s * kept + busy_s
-
-
-class _Path:
-    def __init__(self, counters: Callable[[], Moved]) -> None:
-        self.counters = counters
-        self.read = _Direction()
-        self.write = _Direction()

@@ -603,7 +603,10 @@ class BlockStore:
             block_bytes=self.block_bytes, num_blocks=[path.data.num_blocks() for path in paths]
         )
         commits = Commits(paths, versions=versions, block_bytes=self.block_bytes, store_id=store_id)
-        rates = PathRates([path.engine.stats for path in paths])
+        rates = PathRates(
+            [path.engine.stats for path in paths],
+            live_bytes=lambda index: versions.num_taken_on(index) * self.block_bytes,
+        )
         placement = Placement(
             paths,
             versions=versions,

@@ -102,7 +102,7 @@ class TestAdaptive(StripingLaws):
         )
 
     def test_a_path_whose_queue_does_not_drain_is_given_half(self, striping):
-        found = shares(striping, [path(2e8), path(2e8, queued=200 << 20)])
+        found = shares(striping, [path(2e8), path(2e8, queued=400 << 20)])
 
         assert found == pytest.approx([2 / 3, 1 / 3], abs=0.01)
 

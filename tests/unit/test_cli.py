@@ -32,6 +32,11 @@ OPTIONS = {
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
     "offload doctor": {"--json"},
+    "offload bench": set(),
+    "offload bench update": {  # fmt: skip
+        "--parameters", "--path", "--host-memory", "--codec", "--order", "--striping",
+        "--compute-s", "--steps", "--commit-every", "--json",
+    },
     "offload config": set(),
     "offload config show": {"--json"},
     "offload config schema": {"--json"},
