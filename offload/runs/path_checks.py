@@ -9,11 +9,11 @@ from offload.errors import StorageError
 from offload.runs.checks import Check
 from offload.sizes import GIB, format_size
 from offload.storage.file import StorageFile, open_file
+from offload.storage.mounts import NETWORK_FILE_SYSTEMS, file_system_type
 
 _MIN_FREE_BYTES = 4 * GIB
 """Two versions of the state of a model of 85 M parameters, and room to spare."""
 _IN_MEMORY = ("tmpfs", "ramfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
 
 
 def path_checks(path: Path) -> Iterator[Check]:
@@ -52,7 +52,7 @@ def _file_system(path: Path) -> Check:
     remedy = None
     if kind in _IN_MEMORY:
         remedy = "this is memory, not storage: name a directory on a drive"
-    elif kind in _NETWORK:
+    elif kind in NETWORK_FILE_SYSTEMS:
         remedy = "a network file system is slow and its locks are weak: prefer a local drive"
     return Check(name=name, status="warn" if remedy else "ok", found=kind, remedy=remedy)
 
@@ -96,22 +96,3 @@ def _free_space(path: Path) -> Check:
         if enough
         else "a store holds about twice its state; `offload plan` says how much",
     )
-
-
-def file_system_type(path: Path) -> str:
-    """Returns the type of the file system that `path` is on, such as `ext4`."""
-    resolved = path.resolve()
-    best = ""
-    found = "unknown"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        fields, _, after = line.partition(" - ")
-        mount = _unescaped(fields.split(" ")[4])
-        # Later mounts over the same directory hide earlier ones.
-        if resolved.is_relative_to(mount) and len(mount) >= len(best):
-            best, found = mount, after.split(" ")[0]
-    return found
-
-
-def _unescaped(field: str) -> str:
-    # The kernel writes a space as `\040`, byte by byte.
-    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")

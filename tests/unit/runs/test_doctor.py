@@ -7,7 +7,7 @@ import pytest
 
 from offload.runs.checks import Check, guarded
 from offload.runs.doctor import run_checks
-from offload.runs.path_checks import file_system_type
+from offload.storage.mounts import file_system_type
 
 MACHINE = [
     "python",
