@@ -139,7 +139,9 @@ def test_no_whole_manifest_is_an_error_and_nothing_is_deleted(store):
 def test_every_flipped_data_block_names_record_and_file(store):
     blocks = {"a": 4, "b": 1, "c": 1}
     store.open(read_only=True)
-    places = {(r, i): store.block_place(r, i).offset for r, count in blocks.items() for i in range(count)}
+    places = {
+        (r, i): store.block_place(r, i).offset for r, count in blocks.items() for i in range(count)
+    }
 
     for (record, block), offset in places.items():
         with store.data_path.open("r+b") as file:
