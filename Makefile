@@ -1,10 +1,14 @@
 # Everything runs in .venv, which is made when first needed.
 #   PYTHON=       the interpreter for it, 3.11 or newer
 #   TORCH_INDEX=  an index to take torch from, such as one of CPU-only builds
+#   TORTURE_DIR=  where `make torture` keeps its campaign of kills; it goes on with one it finds
+#   TORTURE_KILLS= how many kills the campaign has
 
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
+TORTURE_DIR ?= runs/torture
+TORTURE_KILLS ?= 200
 ENV := .venv
 BIN := $(ENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.[ch]' -o -name '*.py')
@@ -22,7 +26,7 @@ help:
 	@echo "make demo     trains the quickstart, 85.6 M parameters within 400 MiB"
 	@echo "make test     runs the tests that take seconds"
 	@echo "make check    format, lint, types, import layers, C warnings"
-	@echo "make torture  runs the tests that take minutes"
+	@echo "make torture  runs the tests that take minutes, then kills a run 200 times"
 	@echo "make docs     runs the code in README and docs and checks their links"
 	@echo "make clean    removes .venv and what was built; runs/ stays"
 
@@ -39,6 +43,7 @@ check: $(ENV)/.installed-test
 
 torture: $(ENV)/.installed-test
 	@scripts/test -m "slow or stress"
+	@$(BIN)/python tests/fault/torture.py $(TORTURE_DIR) --kills $(TORTURE_KILLS)
 
 docs: $(ENV)/.installed-test
 	@scripts/test tests/unit/test_docs.py

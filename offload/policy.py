@@ -5,7 +5,8 @@ A policy is pure: it decides from its arguments alone, and others carry out what
 
 import importlib
 from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
 
 from offload.errors import ConfigError
 
@@ -39,6 +40,57 @@ def resolve_order(name: str) -> Order:
             "change `policy.order`"
         )
     return cast(Order, orders[name]())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathState:
+    """What a striping policy knows of one storage path when a record is about to be written."""
+
+    available_blocks: int
+    """Free blocks, those included by which its data file can still grow; 0: take none."""
+    block_bytes: int
+    queued_bytes: int
+    """Submitted and not done, both ways."""
+    round_trip_bytes_per_s: float | None
+    """Bytes that go in and out again each second, as measured lately; None: not yet known."""
+    nominal_bytes_per_s: float | None
+    """The same from the machine's profile; None: there is none."""
+
+
+@runtime_checkable
+class Striping(Protocol):
+    """Decides which share of each record goes to which path.
+
+    An object serves one store: it may remember what it decided before.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which `policy.striping` selects it."""
+
+    def split(self, num_blocks: int, paths: Sequence[PathState]) -> Sequence[int]:
+        """Returns the blocks of a new version by path; together `num_blocks`.
+
+        What a path has no room for goes to the others, whatever is decided here.
+        """
+
+
+def resolve_striping(name: str) -> Striping:
+    """Returns a new striping that is called `name`; `modulo` may have a ratio: `modulo:2:1`.
+
+    Raises:
+        ConfigError: There is no such striping, or its ratio is none.
+    """
+    known: dict[str, Any] = importlib.import_module("offload.policies.striping").STRIPINGS
+    stem, _, text = name.partition(":")
+    ratio = tuple(text.split(":")) if text else ()
+    is_ratio = all(part.isdecimal() and int(part) > 0 for part in ratio)
+    if stem not in known or not is_ratio or (":" in name and (stem != "modulo" or not ratio)):
+        raise ConfigError(
+            f"cannot resolve `policy.striping`: expected {_names(list(known))}, or a ratio such "
+            f"as `modulo:2:1`, found `{name}`; change `policy.striping`"
+        )
+    return cast(Striping, known[stem](*map(int, ratio)))
 
 
 def _names(known: Sequence[str]) -> str:

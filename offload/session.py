@@ -21,10 +21,14 @@ from offload.optim.lion import Lion
 from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
-from offload.policy import resolve_order
+from offload.policy import resolve_order, resolve_striping
+from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
+from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.measured import measured_settings
-from offload.storage.store import BlockStore
+from offload.storage.paced_engine import PacedEngine
+from offload.storage.store import BlockStore, PathStats
+from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
@@ -54,6 +58,8 @@ class SessionStats:
     device_peak_bytes: int | None = None
     completed_steps: int = 0
     committed_step: int | None = None
+    paths: tuple[PathStats, ...] = ()
+    """Of each path of the store."""
 
 
 class Session:
@@ -67,7 +73,7 @@ class Session:
         device: Only `"cpu"` in this version.
         device_memory: Refused on the unified `cpu` device, where `host_memory` is the budget.
         host_memory: Hard budget for parameters, gradients and optimizer state, such as `"24GiB"`.
-        paths: Directories on drives; one in this version.
+        paths: Directories on drives: the store has a part on each.
         policy: A preset's name, a file, or choices such as `{"parameters": "host"}`.
         offload: False keeps everything in memory and runs the same arithmetic.
         optimizer: The optimizer for which state is planned, such as `"lion"`. One that needs no
@@ -75,8 +81,10 @@ class Session:
             apart.
         codec: `"split"` or `"fp32"`.
         gradient_dtype: `"parameter"` or `"float32"`.
-        store: The store's directory; by default one in the first path.
+        store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
+        path_rates: Bytes that go in and out again each second on each path, from a profile: what
+            `proportional` striping goes by, and `adaptive` until it has measured.
 
     Raises:
         ConfigError: A value is wrong.
@@ -95,8 +103,9 @@ class Session:
         optimizer: str | None = None,
         codec: str | None = None,
         gradient_dtype: str | None = None,
-        store: str | Path | None = None,
+        store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
+        path_rates: Sequence[float] = (),
     ) -> None:
         overrides = {
             "tiers.device.kind": device,
@@ -115,10 +124,12 @@ class Session:
                 f'cannot make a session: expected `resume` to be True, False or "auto", found '
                 f"`{resume!r}`; correct it"
             )
-        self._store_path = self._choose_store(store)
+        self._store_paths = self._choose_store(store)
         self._resume = resume
-        self._engine: Engine | None = None
+        self._path_rates = tuple(path_rates)
+        self._engines: list[Engine | PacedEngine] = []
         self._store: BlockStore | None = None
+        self._drain: Drain | None = None
         self._kernels: Kernels | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
@@ -151,10 +162,10 @@ class Session:
             return
         self._kernels = load_kernels()
         self._is_open = True
-        if self._store_path is None:
+        if not self._store_paths:
             return
         try:
-            self._open_store(self._store_path)
+            self._open_store(self._store_paths)
         except BaseException:
             self.close()
             raise
@@ -163,16 +174,19 @@ class Session:
         """Detaches from the model and closes the store; what was not committed is lost."""
         wrapped, self._wrapped = self._wrapped, None
         store, self._store = self._store, None
-        engine, self._engine = self._engine, None
+        engines, self._engines = self._engines, []
+        drain, self._drain = self._drain, None
         building, self._building = self._building, None
         self._is_open = False
         with contextlib.ExitStack() as stack:
-            if engine is not None:
+            for engine in engines:
                 stack.callback(engine.close)
             if store is not None:
                 stack.callback(store.close)
             if building is not None:
                 stack.callback(building.finish)
+            if drain is not None:
+                stack.callback(drain.close)
             if wrapped is not None:
                 stack.callback(wrapped.close)
 
@@ -283,6 +297,56 @@ class Session:
         wrapped.commit(metadata or {})
         self._committed_step = wrapped.completed_steps
 
+    def save(self, name: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Commits, and keeps that commit as checkpoint `name`; copies no block.
+
+        An older checkpoint of that name is replaced. With `checkpoint.keep_last` the oldest ones
+        are deleted; with `checkpoint.drain` it is copied there in the background.
+
+        Raises:
+            ConfigError: The name has other characters than letters, digits and `._+-`.
+            StoreError, StorageError: As from `commit`; older checkpoints are whole.
+        """
+        require_checkpoint_name(name)
+        self.commit(metadata)
+        assert self._store is not None
+        self._store.save(name)
+        if self._drain is not None:
+            self._drain.start(name)
+        self._delete_old_checkpoints(self._store)
+
+    def load(self, name: str) -> None:
+        """Goes back to checkpoint `name`, in this process; `metadata` is what it was given.
+
+        Gradients and what was not committed are dropped. The next commit makes it what a restart
+        finds.
+
+        Raises:
+            StoreError: There is none of that name, or it is another model's.
+        """
+        self._require_open("load a checkpoint")
+        store = self._store
+        if store is None:
+            raise StoreError(
+                "cannot load a checkpoint: expected a store, found none; set `paths` or `store`"
+            )
+        if self._wrapped is None:
+            self._resume_point = self._restored(store, name)
+        else:
+            self._wrapped.roll_back(lambda: self._restored(store, name))
+
+    def checkpoints(self) -> list[str]:
+        """Returns the names of the checkpoints, oldest first."""
+        self._require_open("list checkpoints")
+        return list(self._store.checkpoints()) if self._store is not None else []
+
+    def wait_drained(self) -> list[str]:
+        """Waits until all checkpoints are copied; returns a line for each that could not be."""
+        if self._drain is None:
+            return []
+        self._drain.wait()
+        return list(self._drain.failures)
+
     def state_digest(self) -> str:
         """Returns one number over parameters and state, equal for equal state however stored."""
         return self._require_wrapped("digest").state_digest()
@@ -310,26 +374,28 @@ class Session:
             host_peak_bytes=wrapped.host_peak_bytes,
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
+            paths=io.paths if io else (),
         )
 
     @property
     def _budget_bytes(self) -> int | None:
         return self.config.tiers.host.memory if self.config.offload else None
 
-    def _choose_store(self, store: str | Path | None) -> Path | None:
+    def _choose_store(self, store: str | Path | Sequence[str | Path] | None) -> list[Path]:
         if not self.config.offload:
-            return None
-        paths = self.config.tiers.storage.paths
+            return []
         if store is not None:
-            return Path(store)
-        if paths:
-            if not Path(paths[0]).is_dir():
+            return [Path(store)] if isinstance(store, str | Path) else [Path(s) for s in store]
+        paths = self.config.tiers.storage.paths
+        for path in paths:
+            if not Path(path).is_dir():
                 raise ConfigError(
-                    f"cannot use path `{paths[0]}`: expected a directory, found "
-                    f"{'a file' if Path(paths[0]).exists() else 'nothing'}; make it, mount it, or "
+                    f"cannot use path `{path}`: expected a directory, found "
+                    f"{'a file' if Path(path).exists() else 'nothing'}; make it, mount it, or "
                     "correct `paths`"
                 )
-            return Path(paths[0]) / STORE_NAME
+        if paths:
+            return [Path(path) / STORE_NAME for path in paths]
         policy = self.config.policy
         if "storage" in (policy.parameters, policy.optimizer):
             raise ConfigError(
@@ -337,26 +403,76 @@ class Session:
                 "`paths` or `store`, found none; name one, or choose `policy={'parameters': "
                 "'host', 'optimizer': 'host'}`"
             )
-        return None
+        return []
 
-    def _open_store(self, path: Path) -> None:
+    def _open_store(self, roots: list[Path]) -> None:
         tier = self.config.tiers.storage
-        self._engine = Engine(paths=measured_settings(path))
-        self._engine.open()
+        for index, root in enumerate(roots):
+            self._engines.append(_open_engine(root, tier.rate_limit_of(index)))
         self._store = BlockStore(
-            path,
-            engine=self._engine,
-            capacity_bytes=tier.capacity,
+            [
+                StorePath(
+                    root=root,
+                    capacity_bytes=tier.capacity_of(index),
+                    nominal_bytes_per_s=self._path_rates[index]
+                    if index < len(self._path_rates)
+                    else None,
+                )
+                for index, root in enumerate(roots)
+            ],
+            engine=self._engines,
             durability=tier.durability,
             describe=self._describe_record,
+            striping=resolve_striping(self.config.policy.striping),
+            advise=self._advise,
         )
-        if self._resume is False or (self._resume == "auto" and not has_commit(path)):
+        if self._resume is False or (self._resume == "auto" and not has_commit(*roots)):
             self._store.create()
+            self._start_draining(self._store)
             return
         self._store.open()
         self._resume_point = CommitHead.from_json(self._store.head)
         self.metadata = self._resume_point.metadata
         self._committed_step = self._resume_point.step
+        self._start_draining(self._store)
+
+    def _start_draining(self, store: BlockStore) -> None:
+        options = self.config.checkpoint
+        if options.drain is not None:
+            self._drain = Drain(
+                store,
+                target=Path(options.drain),
+                bytes_per_s=options.drain_rate_limit,
+                keep_last=options.keep_last,
+            )
+            self._drain.start_unfinished()
+
+    def _restored(self, store: BlockStore, name: str) -> CommitHead:
+        head = store.checkpoints().get(name)
+        if self._wrapped is not None and head is not None:
+            self._wrapped.require_layout(CommitHead.from_json(head).layout)
+        point = CommitHead.from_json(store.load(name))
+        self.metadata = point.metadata
+        return point
+
+    def _delete_old_checkpoints(self, store: BlockStore) -> None:
+        keep_last = self.config.checkpoint.keep_last
+        names = list(store.checkpoints())
+        for name in names[:-keep_last] if keep_last else []:
+            # What is still being copied is deleted with a later one.
+            if self._drain is None or not self._drain.is_draining(name):
+                store.delete_checkpoint(name)
+
+    def _advise(self) -> str:
+        """Returns from which copy a run can go on whose paths are lost."""
+        target = self.config.checkpoint.drain
+        if target is None:
+            return "no checkpoint was copied elsewhere: `checkpoint.drain` is not set"
+        copies = drained_copies(Path(target))
+        if not copies:
+            return f"no complete copy of a checkpoint is in `{target}`"
+        newest = copies[-1]
+        return f"the newest copy of a checkpoint is `{newest.root}`, of step {newest.step}"
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
@@ -404,6 +520,13 @@ def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | N
     if paths is None:
         return None
     return [str(paths)] if isinstance(paths, (str, Path)) else [str(path) for path in paths]
+
+
+def _open_engine(root: Path, rate_limit: int | None) -> Engine | PacedEngine:
+    plain = Engine(paths=measured_settings(root))
+    engine = plain if rate_limit is None else PacedEngine(plain, bytes_per_s=rate_limit)
+    engine.open()
+    return engine
 
 
 def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:

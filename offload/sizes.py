@@ -1,4 +1,4 @@
-"""Sizes in bytes: reading `"4GiB"`, writing `4 GiB`, rounding to alignments."""
+"""Sizes in bytes: reading `"4GiB"`, writing `4 GiB`, rounding; and times such as `"10min"`."""
 
 import re
 
@@ -18,6 +18,8 @@ _UNITS = {
     "GIB": GIB,
     "TIB": 1 << 40,
 }
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -40,6 +42,18 @@ def parse_size(text: str | int) -> int:
             f"expected a size such as `400MiB`, `1.5GB` or a number of bytes, found `{text}`"
         )
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def parse_duration(text: str) -> float:
+    """Returns the seconds that `text` names, such as `"90s"`, `"10min"`, `"2h"` or `"7d"`.
+
+    Raises:
+        ValueError: The text is no positive number with a known unit.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"expected a time such as `90s`, `10min`, `2h` or `7d`, found `{text}`")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_size(num_bytes: int | float) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from offload.cli.bench_optim import bench_optim
+from offload.cli.bench_update import update
 from offload.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -41,6 +42,7 @@ bench_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure what this machine delivers."
 )
 app.add_typer(bench_app, name="bench")
+bench_app.command()(update)
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)
@@ -190,22 +192,44 @@ def plan(
 @app.command()
 def inspect(context: typer.Context, store: Store, as_json: Json = False) -> None:
     """Show what a store's newest commit holds."""
-    from offload.cli.tables import render_facts
+    from offload.cli.store_tables import render_inspection
     from offload.runs.inspection import inspect_store
 
-    _output(context, as_json).show(inspect_store(store), render_facts)
+    _output(context, as_json).show(inspect_store(store), render_inspection)
 
 
 @app.command()
 def verify(context: typer.Context, store: Store, as_json: Json = False) -> None:
     """Read every block of a store and compare it with its checksum."""
+    from offload.cli.store_tables import VerifyProgress
     from offload.cli.tables import render_verify
     from offload.runs.inspection import verify_store
 
-    result = verify_store(store)
-    _output(context, as_json).show(result, render_verify)
+    output = _output(context, as_json)
+    with VerifyProgress(sys.stderr) as progress:
+        result = verify_store(store, progress=progress)
+    output.show(result, render_verify)
     if not result.ok:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def clean(
+    context: typer.Context,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A directory with stores in it.", exists=True)
+    ],
+    delete: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="STORE", help="Delete this store, for good; once for each."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the stores that no process uses, with size and age; delete those named."""
+    from offload.cli.store_tables import render_clean
+    from offload.runs.cleaning import clean as clean_stores
+
+    _output(context, as_json).show(clean_stores(path, delete=delete or ()), render_clean)
 
 
 @app.command()

@@ -19,6 +19,7 @@ _COLUMNS = (
     ("written", 9),
     ("host peak", 9),
     ("/bound", 6),
+    ("written/day", 11),
 )
 
 
@@ -57,6 +58,9 @@ def step_line(metrics: StepMetrics) -> str:
         format_size(metrics.write_bytes),
         format_size(metrics.host_peak_bytes),
         "-" if metrics.achieved_over_bound is None else f"{metrics.achieved_over_bound:.2f}",
+        "-"
+        if metrics.written_bytes_per_day is None
+        else format_size(metrics.written_bytes_per_day),
     )
     line = " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     return f"{line}  skipped: the gradient norm is not finite" if metrics.skipped else line

@@ -33,6 +33,12 @@ _RUN_FIGURES = (
     ("I/O wait", "io_wait_s"),
     ("prefetch hit rate", "prefetch_hit_rate"),
     ("tokens/s", "tokens_per_s"),
+    ("commit", "commit_s"),
+    ("lost by a failure", "expected_lost_work_s"),
+    ("    best between commits", "best_commit_interval_s"),
+    ("    in steps", "best_commit_every"),
+    ("written per day", "written_bytes_per_day"),
+    ("drive lasts, days", "drive_days"),
     ("state digest", "state_digest"),
     ("store", "store"),
     ("run directory", "run_dir"),
@@ -45,7 +51,7 @@ def render_train(console: Console, result: Result) -> None:
     title = f"{values['steps']} steps done"
     if values.get("stopped_by"):
         title = f"stopped by {values['stopped_by']} after step {values['steps']}"
-    rows = [(label, format_figure(key, values[key])) for label, key in _RUN_FIGURES]
+    rows = [(label, format_figure(key, values.get(key))) for label, key in _RUN_FIGURES]
     _print_facts(console, title, rows)
 
 
@@ -62,6 +68,9 @@ def render_plan(console: Console, result: Result) -> None:
     _print_table(console, "plan", table)
     rows = [("fits", "yes" if values["fits"] else "no")]
     rows += [("reason", reason) for reason in values["reasons"]]
+    if values.get("drive_steps") is not None:
+        rows.append(("a drive lasts, steps", format_figure("steps", values["drive_steps"])))
+    rows += [("warning", warning) for warning in values.get("warnings", [])]
     rows += [
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
         for key, found in values["smallest"].items()

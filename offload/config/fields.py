@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from offload.sizes import parse_size
+from offload.sizes import parse_duration, parse_size
 
 
 class Section(BaseModel):
@@ -46,6 +46,55 @@ Size = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
 ]
 """Bytes; written as `"400MiB"`, `"1.5GB"` or a number of bytes."""
+FREE = "free"
+"""Instead of a capacity: all free space of the path but a margin."""
+UNLIMITED = "none"
+"""Instead of a rate limit."""
+
+
+def _as_sizes(value: object) -> object:
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return (_as_path_size(value),)
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_path_size, value))
+    return value
+
+
+def _as_path_size(value: object) -> object:
+    return value if value in (FREE, UNLIMITED) else _as_bytes(value)
+
+
+_SIZES_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "string"},
+        {"type": "array", "items": {"type": ["integer", "string"]}},
+    ]
+}
+Capacities = Annotated[
+    tuple[Annotated[int, Field(gt=0)] | Literal["free"], ...],
+    BeforeValidator(_as_sizes),
+    WithJsonSchema(_SIZES_SCHEMA),
+]
+"""A size or `"free"` for each path, or one for all."""
+RateLimits = Annotated[
+    tuple[Annotated[int, Field(gt=0)] | Literal["none"], ...],
+    BeforeValidator(_as_sizes),
+    WithJsonSchema(_SIZES_SCHEMA),
+]
+"""Bytes/s or `"none"` for each path, or one for all."""
+
+
+def _as_interval(value: object) -> object:
+    if isinstance(value, str):
+        parse_duration(value)
+    return value
+
+
+Duration = Annotated[str, BeforeValidator(_as_interval)]
+"""A time such as `"90s"`, `"10min"`, `"2h"` or `"7d"`."""
+StepsOrDuration = Annotated[int, Field(ge=0)] | Duration
+"""A number of steps, or a time."""
 AbsolutePath = Annotated[str, Field(min_length=1), BeforeValidator(_as_absolute)]
 """A path or glob; a relative one starts at the current directory."""
 Paths = Annotated[
@@ -72,3 +121,6 @@ DeviceKind = Literal["cpu", "cuda", "emulated"]
 Overlap = Literal["none", "forward", "backward", "both"]
 OrderName = Literal["sequential", "alternating", "resident"]
 OptimizerName = Literal["adamw", "adam", "adagrad", "lion", "sgd", "muon"]
+StripingName = Annotated[
+    str, Field(pattern=r"^(adaptive|proportional|single|modulo(:[1-9]\d{0,5})*)$")
+]

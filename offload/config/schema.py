@@ -7,17 +7,22 @@ from pydantic import ConfigDict, Field, model_validator
 from offload.config.fields import (
     AbsolutePath,
     Betas,
+    Capacities,
     Count,
     CountOrZero,
     DeviceKind,
+    Duration,
     NotNegative,
     OptimizerName,
     OrderName,
     Overlap,
     Paths,
     Patterns,
+    RateLimits,
     Section,
     Size,
+    StepsOrDuration,
+    StripingName,
 )
 from offload.config.toml import format_toml
 
@@ -180,16 +185,24 @@ class StorageTierConfig(Section):
     """Directories on drives."""
 
     paths: Paths = ()
-    """Directories for the store; relative ones start at the current directory. Empty: the store
-    is in the run directory."""
+    """Directories for the store, one on each path; relative ones start at the current directory.
+    Empty: the store is in the run directory."""
     durability: Literal["commit", "none"] = "commit"
     """`"commit"` makes the state survive a crash or power loss as of the last commit; `"none"`
     never commits, and the state ends with the run."""
-    commit_every: CountOrZero = 0
-    """Steps between commits; 0 commits at the end of the run only. Only with
+    commit_every: StepsOrDuration = 0
+    """Steps between commits, or a time such as `"10min"`, after which the step in progress is the
+    last before a commit; 0 commits at the end of the run only. Only with
     `durability = "commit"`."""
-    capacity: Size | None = None
-    """The most bytes that the store may take; without it, the file system's free space."""
+    capacity: Capacities = ()
+    """The most bytes that the store may take on a path: one value for each, or one for all.
+    `"free"`, or leaving it out: the file system's free space but a margin."""
+    rate_limit: RateLimits = ()
+    """The most bytes/s, both ways together, that go to and from a path: one value for each, or
+    one for all. `"none"`, or leaving it out: no limit. For file systems that others use too."""
+    endurance: Size | None = None
+    """Bytes that each drive may be written in its life by its data sheet, such as `"600TB"`; the
+    plan and the result then say how many days it lasts."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -197,7 +210,29 @@ class StorageTierConfig(Section):
             raise ValueError(
                 f'`commit_every` must be 0 with `durability = "none"`, found {self.commit_every}'
             )
+        for key in ("capacity", "rate_limit"):
+            count = len(getattr(self, key))
+            if count > 1 and count != len(self.paths):
+                raise ValueError(
+                    f"`{key}` must have one value for all paths or one for each of "
+                    f"{len(self.paths)}, found {count}"
+                )
         return self
+
+    def capacity_of(self, path_index: int) -> int | None:
+        """Returns the most bytes on a path; None: its free space but a margin."""
+        return _number_at(self.capacity, path_index)
+
+    def rate_limit_of(self, path_index: int) -> int | None:
+        """Returns the most bytes/s of a path, None for no limit."""
+        return _number_at(self.rate_limit, path_index)
+
+
+def _number_at(values: tuple[int | str, ...], index: int) -> int | None:
+    if not values:
+        return None
+    value = values[index] if len(values) > 1 else values[0]
+    return value if isinstance(value, int) else None
 
 
 class TiersConfig(Section):
@@ -222,8 +257,10 @@ class PolicyConfig(Section):
     """Which subgroup is updated next."""
     overlap: Overlap
     """What updates run under; `"none"` updates after the backward pass."""
-    striping: str
-    """How blocks are spread over paths; `"single"` uses the one path there is."""
+    striping: StripingName
+    """How blocks are spread over paths: `"adaptive"` by what each delivers lately,
+    `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
+    as `"modulo:2:1"`, `"single"` on the first path that has room."""
     prefetch: CountOrZero
     """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
     beside the one in use; 0 fetches on demand."""
@@ -232,12 +269,18 @@ class PolicyConfig(Section):
 class CheckpointConfig(Section):
     """Named commits kept beside the newest."""
 
-    save_every: CountOrZero = 0
-    """Steps between checkpoints; 0 saves none."""
+    save_every: StepsOrDuration = 0
+    """Steps between checkpoints, or a time such as `"2h"`; 0 saves none."""
     keep_last: CountOrZero = 0
     """How many checkpoints are kept; 0 keeps all."""
     drain: AbsolutePath | None = None
-    """A directory to which checkpoints are copied in the background."""
+    """A directory, best on another file system, to which checkpoints are copied in the
+    background."""
+    drain_rate_limit: Size | None = None
+    """The most bytes/s that are copied there."""
+    mean_time_between_failures: Duration = "24h"
+    """How often the machine is expected to fail; what the interval between commits that loses
+    least work is computed from."""
 
 
 class Config(Section):

@@ -21,10 +21,6 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
     "policy.overlap": ("none",),
-    "policy.striping": ("single",),
-    "checkpoint.save_every": (0,),
-    "checkpoint.keep_last": (0,),
-    "checkpoint.drain": (None,),
 }
 
 
@@ -45,11 +41,11 @@ def _tier_problems(config: Config) -> Iterator[Problem]:
             expected="nothing, as on device `cpu` the budget is `tiers.host.memory`",
             found=tiers.device.memory,
         )
-    if len(tiers.storage.paths) > 1:
+    if config.checkpoint.save_every and tiers.storage.durability == "none":
         yield Problem(
-            key="tiers.storage.paths",
-            expected="at most one path in this version",
-            found=list(tiers.storage.paths),
+            key="checkpoint.save_every",
+            expected='0 with `tiers.storage.durability = "none"`',
+            found=config.checkpoint.save_every,
         )
     if config.offload and tiers.host.memory is None:
         yield Problem(

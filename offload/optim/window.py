@@ -99,6 +99,13 @@ class Window:
             parameters=buffer.parameters,
         )
 
+    def drop_cached(self) -> None:
+        """Gives the slots of all cached states back; what was not written is lost."""
+        for slot in self.cached.values():
+            assert self._states is not None
+            self._states.release(slot)
+        self.cached.clear()
+
     def release(self, buffer: RecordBuffer) -> None:
         """Gives the buffer back; its transfers must have ended."""
         if self._states and buffer.state_slot is not None:

@@ -24,6 +24,11 @@ class RunPlan:
     storage_path: str
     traffic: StepTraffic
     policy: dict[str, str]
+    endurance_bytes: int | None = None
+    """What each drive may be written in its life, where that is given."""
+    num_paths: int = 1
+    warnings: tuple[str, ...] = ()
+    """What makes the run less safe than it could be."""
     machine: Machine | None = None
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
@@ -69,6 +74,8 @@ class RunPlan:
                 },
             },
             "policy": self.policy,
+            "warnings": list(self.warnings),
+            "drive_steps": self._drive_steps(),
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
@@ -94,6 +101,13 @@ class RunPlan:
             "written_bytes_per_day": None,
             "tokens_to_hide_io": None,
         }
+
+    def _drive_steps(self) -> int | None:
+        """Steps until a drive reaches its rated endurance, if all paths get equal shares."""
+        per_drive = self.traffic.write_bytes // self.num_paths
+        if self.endurance_bytes is None or not per_drive:
+            return None
+        return self.endurance_bytes // per_drive
 
 
 def _host_reasons(host: HostPlan) -> list[str]:

@@ -46,15 +46,21 @@ class StoragePlan:
 
 
 def store_bytes(
-    layout: ModelLayout, *, block_bytes: int, durability: str, window_bytes: int
+    layout: ModelLayout,
+    *,
+    block_bytes: int,
+    durability: str,
+    window_bytes: int,
+    num_checkpoints: int = 0,
 ) -> int:
     """Returns the bytes of the store when it is largest.
 
     Under durability `commit` a committed and a current version of everything live side by side,
-    under `none` a current one; what the window of `window_bytes` writes has one more.
+    under `none` a current one; what the window of `window_bytes` writes has one more. Every record
+    is rewritten in every step, so each checkpoint keeps one more version of everything.
     """
     one_version = sum(round_up(size, block_bytes) for size in _record_sizes(layout))
-    versions = 2 if durability == "commit" else 1
+    versions = 2 + num_checkpoints if durability == "commit" else 1
     return versions * one_version + window_bytes + _MANIFEST_BYTES
 
 

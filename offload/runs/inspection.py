@@ -1,9 +1,10 @@
 """What a store holds and whether it is whole, seen from outside."""
 
 import mmap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
+from offload.optim.pipeline import parameter_key, state_key
 from offload.optim.readers import StateParts
 from offload.optim.record_names import parameters_by_record
-from offload.runs.run_directory import find_store, is_run_directory
+from offload.runs.run_directory import find_stores, is_run_directory
 from offload.sizes import MIB
 from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
 from offload.storage.summary import peek
-from offload.storage.verify import VerifyReport, verify
+from offload.storage.verify import Progress, VerifyReport, verify
 
 _SCRATCH_BYTES = 8 * MIB
 
@@ -39,6 +41,14 @@ class Inspection:
     checkpoints: list[str]
     digest: str | None
     """None where the store is no training state."""
+    age_s: float = field(compare=False)
+    """Since the commit, when it was looked at."""
+    owner: str | None
+    """The process that owns the store now."""
+    checkpoint_steps: dict[str, int | None]
+    units: list[dict[str, Any]]
+    """Of each unit, in the order of the model: bytes of parameters and state, number of records,
+    bytes in blocks by path."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,6 +81,10 @@ def inspect_store(path: Path) -> Inspection:
     root = resolve_store(path)
     summary = peek(root)
     layout = _layout_of(summary.head)
+    with _opened(root, layout) as store:
+        digest = _digest(store, layout) if layout else None
+        units = _units(store, layout) if layout else []
+        checkpoints = {name: head.get("step") for name, head in store.checkpoints().items()}
     return Inspection(
         store=str(root),
         schema=summary.schema,
@@ -79,12 +93,16 @@ def inspect_store(path: Path) -> Inspection:
         parameters=layout.num_parameters if layout else None,
         records=summary.num_records,
         bytes_by_path={str(where): size for where, size in summary.bytes_by_path.items()},
-        checkpoints=[],
-        digest=_digest(root, layout) if layout else None,
+        checkpoints=list(checkpoints),
+        digest=digest,
+        age_s=max(0.0, time.time() - summary.head["committed_at"]),
+        owner=summary.owner.describe() if summary.owner else None,
+        checkpoint_steps=checkpoints,
+        units=units,
     )
 
 
-def verify_store(path: Path) -> Verification:
+def verify_store(path: Path, *, progress: Progress | None = None) -> Verification:
     """Reads every block of a store and returns which ones are not what was written.
 
     Raises:
@@ -94,7 +112,7 @@ def verify_store(path: Path) -> Verification:
     root = resolve_store(path)
     layout = _layout_of(peek(root).head)
     with _opened(root, layout) as store:
-        report = verify(store)
+        report = verify(store, progress=progress)
     return Verification(
         records=report.num_records,
         bytes=report.num_bytes,
@@ -113,20 +131,53 @@ def resolve_store(path: Path) -> Path:
             f"cannot find store `{path}`: expected a run directory or a store directory, found "
             f"{'a file' if path.exists() else 'nothing'}; correct the path"
         )
-    return (find_store(path) or path) if is_run_directory(path) else path
+    return (find_stores(path) or (path,))[0] if is_run_directory(path) else path
 
 
-def _digest(root: Path, layout: ModelLayout) -> str:
+def _digest(store: BlockStore, layout: ModelLayout) -> str:
     # Not closed here: tickets refer to the memory until they are collected.
     scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES))
-    with _opened(root, layout) as store:
-        head = CommitHead.from_json(store.head)
-        return state_digest(
-            layout,
-            StateParts(store=store, scratch=scratch),
-            steps=head.steps,
-            completed_steps=head.step,
-        )
+    head = CommitHead.from_json(store.head)
+    return state_digest(
+        layout,
+        StateParts(store=store, scratch=scratch),
+        steps=head.steps,
+        completed_steps=head.step,
+    )
+
+
+def _units(store: BlockStore, layout: ModelLayout) -> list[dict[str, Any]]:
+    """Returns where each unit lies; a record of several units counts for the first of them."""
+    unit_of_shard = {shard.name: unit.name for unit in layout.units for shard in unit.shards}
+    found: dict[str, dict[str, Any]] = {
+        unit.name: {
+            "unit": unit.name,
+            "parameter_bytes": 0,
+            "state_bytes": 0,
+            "records": 0,
+            "bytes_by_path": {},
+        }
+        for unit in layout.units
+    }
+    keys = [
+        (parameter_key(subgroup), unit_of_shard[subgroup.shard], "parameter_bytes")
+        for subgroups in layout.subgroups.values()
+        for subgroup in subgroups
+    ]
+    keys += [
+        (state_key(record), unit_of_shard[record.subgroups[0].shard], "state_bytes")
+        for record in layout.records
+    ]
+    for key, unit, kind in keys:
+        if key not in store:
+            continue
+        entry = found[unit]
+        entry[kind] += store.num_bytes(key)
+        entry["records"] += 1
+        for path, num_bytes in store.bytes_by_path(key).items():
+            by_path = entry["bytes_by_path"]
+            by_path[str(path)] = by_path.get(str(path), 0) + num_bytes
+    return list(found.values())
 
 
 @contextmanager

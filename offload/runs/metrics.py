@@ -42,6 +42,8 @@ class StepMetrics:
     """True where the norm was not finite: the state is untouched."""
     validation_loss: float | None = None
     """After the step, where `train.eval_every` asked for it."""
+    written_bytes_per_day: float | None = None
+    """To all paths at the pace of this step, without commits; None where nothing is stored."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object of one line; floats that JSON can't write become None."""

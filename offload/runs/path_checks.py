@@ -13,13 +13,18 @@ from offload.runs.checks import Check
 from offload.runs.machine_checks import gpu_numa_nodes
 from offload.sizes import GIB, format_size
 from offload.storage.file import StorageFile, open_file
-from offload.storage.mounts import BlockDevice, Mount, find_device, find_mount
+from offload.storage.mounts import (
+    NETWORK_FILE_SYSTEMS,
+    PARALLEL_FILE_SYSTEMS,
+    BlockDevice,
+    Mount,
+    find_device,
+    find_mount,
+)
 
 _MIN_FREE_BYTES = 4 * GIB
 """Two versions of the state of a model of 85 M parameters, and room to spare."""
 _IN_MEMORY = ("tmpfs", "ramfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "afs", "fuse.s3fs", "fuse.gcsfuse")
-_PARALLEL = ("lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "panfs")
 _COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 _OVERLAY = ("overlay", "aufs", "fuse.fuse-overlayfs")
 
@@ -65,7 +70,7 @@ def _file_system(path: Path, mount: Mount) -> Check:
     remedy = None
     if kind in _IN_MEMORY:
         remedy = "this is memory, not storage: name a directory on a drive"
-    elif kind in _NETWORK:
+    elif kind in NETWORK_FILE_SYSTEMS:
         remedy = "a network file system is slow and its locks are weak: prefer a local drive"
     elif kind in _OVERLAY:
         remedy = "the container's own layer is slow and lost with it: mount a volume"
@@ -74,7 +79,7 @@ def _file_system(path: Path, mount: Mount) -> Check:
             "each write goes to a new place, which fragments and slows it: use ext4 or xfs, or on "
             f"btrfs `chattr +C {path}` while the directory is empty"
         )
-    elif kind in _PARALLEL:
+    elif kind in PARALLEL_FILE_SYSTEMS:
         remedy = "shared with others, whose load changes its rate: use it beside a local drive"
     elif kind.startswith("fuse"):
         remedy = "each transfer goes through a process: prefer a local drive"
@@ -89,7 +94,7 @@ def _mount_options(path: Path, mount: Mount) -> Check:
         remedy = "every write waits for the drive: mount without `sync` and `dirsync`"
     elif {"nobarrier", "barrier=0"} & set(options):
         remedy = "a power cut can lose what a commit made durable: mount with barriers"
-    elif "soft" in options and mount.kind in _NETWORK:
+    elif "soft" in options and mount.kind in NETWORK_FILE_SYSTEMS:
         remedy = "a slow server turns into I/O errors: mount `hard`"
     return Check(
         name=f"{path}: mount options",

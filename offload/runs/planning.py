@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -23,19 +24,19 @@ BLOCK_BYTES = MIB
 
 
 def plan_run(
-    config: Config, *, store: Path | None = None, profile: MachineProfile | None = None
+    config: Config, *, stores: Sequence[Path] = (), profile: MachineProfile | None = None
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
     Args:
         config: Of the run.
-        store: Where the store goes; None for a new run directory under the current one.
+        stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
-    _require_writable_path(config, store)
+    _require_writable_paths(config, stores)
     discovered = discover_units(build_meta_model(config.model))
     layout = build_layout(
         [unit.facts for unit in discovered.units],
@@ -44,16 +45,19 @@ def plan_run(
         whole=whole_matrices(discovered, config.optimizer.whole_patterns),
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
-    directory = _existing_directory(config, store)
+    directories = _existing_directories(config, stores)
     known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
         host=host,
-        storage=_plan_storage(config, layout, host, store) if host is not None else None,
-        storage_path=str(directory),
+        storage=_plan_storage(config, layout, host, stores) if host is not None else None,
+        storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
-        profile=known.find(directory) if config.offload else None,
+        profile=known.find(directories[0]) if config.offload else None,
+        endurance_bytes=config.tiers.storage.endurance,
+        num_paths=max(1, len(config.tiers.storage.paths)),
+        warnings=tuple(_warnings(config)) if config.offload else (),
     )
 
 
@@ -83,20 +87,20 @@ def _cached_bytes(config: Config, layout: ModelLayout, host: HostPlan | None) ->
     return sum(records[index].num_bytes for index in kept)
 
 
-def _require_writable_path(config: Config, store: Path | None) -> None:
+def _require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
     for path in config.tiers.storage.paths:
         if not Path(path).is_dir():
             raise ConfigError(
                 f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
-    directory = _existing_directory(config, store)
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cannot store a run under `{directory}`: expected a writable directory, found one "
-            "that is read-only or belongs to another user, or a file; choose another "
-            "`--run-dir` or `tiers.storage.paths`"
-        )
+    for directory in _existing_directories(config, stores):
+        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot store a run under `{directory}`: expected a writable directory, found one "
+                "that is read-only or belongs to another user, or a file; choose another "
+                "`--run-dir` or `tiers.storage.paths`"
+            )
 
 
 def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel) -> HostPlan:
@@ -119,29 +123,70 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
 
 
 def _plan_storage(
-    config: Config, layout: ModelLayout, host: HostPlan, store: Path | None
+    config: Config, layout: ModelLayout, host: HostPlan, stores: Sequence[Path]
 ) -> StoragePlan:
     tier = config.tiers.storage
-    free_bytes = shutil.disk_usage(_existing_directory(config, store)).free
+    free: list[int] = []
+    capacities: list[int] = []
+    for index, directory in enumerate(_existing_directories(config, stores)):
+        taken = _bytes_below(stores[index] if stores else None)
+        free.append(shutil.disk_usage(directory).free + taken)
+        capacity = tier.capacity_of(index)
+        capacities.append(free[-1] if capacity is None else min(capacity, free[-1]))
     return StoragePlan(
         planned_bytes=store_bytes(
             layout,
             block_bytes=BLOCK_BYTES,
             durability=tier.durability,
             window_bytes=host.buffer_bytes * host.num_buffers,
+            num_checkpoints=num_kept_checkpoints(config),
         ),
-        free_bytes=free_bytes + _bytes_below(store),
-        capacity_bytes=tier.capacity,
+        free_bytes=sum(free),
+        capacity_bytes=sum(capacities) if tier.capacity else None,
     )
 
 
-def _existing_directory(config: Config, store: Path | None) -> Path:
-    """The nearest directory above the store that is already there."""
-    paths = config.tiers.storage.paths
-    directory = store or (Path(paths[0]) if paths else Path.cwd())
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    return directory
+def _warnings(config: Config) -> Iterator[str]:
+    tier, drain = config.tiers.storage, config.checkpoint.drain
+    if tier.durability == "none":
+        return
+    if drain is None:
+        yield (
+            "no checkpoint is copied off the storage paths: a path that cannot be read any more "
+            "ends the run for good; set `checkpoint.save_every` and `checkpoint.drain`"
+        )
+    elif any(_is_below(Path(drain), Path(path)) for path in tier.paths):
+        yield (
+            f"`checkpoint.drain` = `{drain}` lies on one of the storage paths, with which it would "
+            "be lost; name a directory on another drive or file system"
+        )
+    elif not config.checkpoint.save_every:
+        yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def num_kept_checkpoints(config: Config) -> int:
+    """Returns how many checkpoints a run keeps at most, as far as its steps say."""
+    every, keep_last = config.checkpoint.save_every, config.checkpoint.keep_last
+    if not every:
+        return 0
+    # How many a time interval gives is not known beforehand; one stands for each until then.
+    made = config.train.steps // every if isinstance(every, int) else max(keep_last, 1)
+    return min(made, keep_last) if keep_last else made
+
+
+def _existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
+    """The nearest directory above each part of the store that is already there."""
+    wanted = list(stores) or [Path(path) for path in config.tiers.storage.paths] or [Path.cwd()]
+    found = []
+    for directory in wanted:
+        while not directory.exists() and directory != directory.parent:
+            directory = directory.parent
+        found.append(directory)
+    return found
 
 
 def _bytes_below(store: Path | None) -> int:

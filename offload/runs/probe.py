@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class ProbeSize:
 
 
 def probe_machine(
-    directory: Path,
+    directories: Sequence[Path],
     *,
     engine: Engine,
     kernels: Kernels,
@@ -56,10 +57,10 @@ def probe_machine(
     size: ProbeSize,
     rule: str = "adamw",
 ) -> Machine:
-    """Returns the rates of one path and of memory, measured now.
+    """Returns the rates of each path, one after the other, and of memory, measured now.
 
     Args:
-        directory: On the path; a file is made there and removed again.
+        directories: One on each path; a file is made there and removed again.
         engine: Open, with the block size and the queue depth of the run.
         kernels: Those of the run.
         codec: Of the optimizer state.
@@ -68,7 +69,7 @@ def probe_machine(
         rule: The update rule of most parameters.
     """
     return Machine(
-        paths=(_probe_path(directory, engine, size),),
+        paths=tuple(_probe_path(directory, engine, size) for directory in directories),
         copy_bytes_per_s=copy_rate_bytes_per_s(),
         update_parameters_per_s=_update_rate(
             kernels, codec=codec, dtype=dtype, size=size, rule=rule

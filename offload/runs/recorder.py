@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
 from offload.plan.traffic import StepTraffic
+from offload.plan.wear import wear
 from offload.runs.loop import StepOutcome
 from offload.runs.metrics import StepMetrics
 from offload.runs.phases import StepTimes
@@ -69,6 +70,7 @@ class StepRecorder:
             committed=facts.committed,
             skipped=facts.outcome.skipped,
             validation_loss=facts.validation_loss,
+            written_bytes_per_day=_per_day(after.write_bytes - before.write_bytes, times.step_s),
         )
         self.steps.append(metrics)
         self._times.append(times)
@@ -99,3 +101,7 @@ class StepRecorder:
                 for forward, backward in zip(times.forward, times.backward, strict=True)
             ],
         )
+
+
+def _per_day(num_bytes: int, step_s: float) -> float | None:
+    return wear(bytes_per_step=num_bytes, step_s=step_s, endurance_bytes=None).bytes_per_day or None

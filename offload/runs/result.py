@@ -58,6 +58,20 @@ class TrainResult:
     update_achieved_over_bound: float | None
     prefetch_hit_rate: float | None
     tokens_per_s: float | None
+    commit_s: float | None
+    """Median time for which training stood still for a commit."""
+    recovery_s: float
+    """From the start of this process's part to its first step."""
+    expected_lost_work_s: float | None
+    """What a failure costs on average: a commit, half the time between two, and the recovery."""
+    best_commit_interval_s: float | None
+    """Between commits, so that commits and lost work cost least (Young/Daly)."""
+    best_commit_every: int | None
+    """The same in steps."""
+    written_bytes_per_day: float | None
+    """To all paths, commits included."""
+    drive_days: float | None
+    """Until the path that is written most reaches `tiers.storage.endurance`."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,8 +33,16 @@ class RunDirectory:
     """Where a run keeps its files, and whether it goes on from a commit in it."""
 
     path: Path
-    store: Path
+    stores: tuple[Path, ...]
+    """The store's directories, one on each path."""
     is_resumed: bool
+    copied_from: Path | None = None
+    """A copied checkpoint that the new store starts from."""
+
+    @property
+    def store(self) -> Path:
+        """The store's directory on the first path."""
+        return self.stores[0]
 
     @property
     def metrics(self) -> Path:
@@ -52,7 +60,10 @@ class RunDirectory:
                 for name in _FILES:
                     (self.path / name).unlink(missing_ok=True)
             _write(self.path / CONFIG_FILE, config.to_toml())
-            _write_json(self.path / PLAN_FILE, {**plan, "store": str(self.store)})
+            _write_json(
+                self.path / PLAN_FILE,
+                {**plan, "store": str(self.store), "stores": list(map(str, self.stores))},
+            )
         except OSError as error:
             raise StorageError(
                 f"cannot prepare run directory `{self.path}`: expected to write files there, "
@@ -80,6 +91,11 @@ def resolve_run_directory(
         ConfigError: The directory is in use without `resume`, or holds no complete commit.
     """
     named = None if resume is None or resume == AUTO else Path(resume)
+    if named is not None and run_dir is not None and _is_copy(named, Path(run_dir)):
+        path = Path(run_dir).absolute()
+        _require_unused(path)
+        stores = _new_stores(config, path)
+        return RunDirectory(path=path, stores=stores, is_resumed=True, copied_from=named.absolute())
     path = _run_path(Path(run_dir) if run_dir is not None else None, named, resume)
     if path.exists() and not path.is_dir():
         raise ConfigError(
@@ -88,32 +104,33 @@ def resolve_run_directory(
         )
     if resume is None:
         _require_unused(path)
-    store = find_store(path) or _new_store(config, path)
+    wanted, found = _new_stores(config, path), find_stores(path)
     # Damage raises: where there are manifests and none is whole, nothing is started anew.
-    is_resumed = resume is not None and has_commit(store)
+    is_resumed = resume is not None and (has_commit(*wanted) or bool(found and has_commit(*found)))
     if named is not None and not is_resumed:
         raise ConfigError(
-            f"cannot resume from `{named}`: expected a complete commit in store `{store}`, "
-            "found none; start without `--resume`, or with `--resume auto`"
+            f"cannot resume from `{named}`: expected a complete commit in store "
+            f"`{(found or wanted)[0]}`, found none; start without `--resume`, or with "
+            "`--resume auto`"
         )
-    return RunDirectory(
-        path=path,
-        store=store if is_resumed else _new_store(config, path),
-        is_resumed=is_resumed,
-    )
+    is_moved = is_resumed and not has_commit(*wanted)
+    return RunDirectory(path=path, stores=found if is_moved else wanted, is_resumed=is_resumed)
 
 
-def find_store(path: Path) -> Path | None:
-    """Returns the store that the run directory `path` names, or None where it names none."""
+def find_stores(path: Path) -> tuple[Path, ...]:
+    """Returns the store's directories that the run directory `path` names; none where none."""
     try:
-        store = json.loads((path / PLAN_FILE).read_text(encoding="utf-8")).get("store")
-    except (OSError, ValueError, AttributeError):
-        return None
-    if not isinstance(store, str):
-        return None
+        plan = json.loads((path / PLAN_FILE).read_text(encoding="utf-8"))
+        stores = plan.get("stores") or [plan["store"]]
+    except (OSError, ValueError, AttributeError, KeyError):
+        return ()
+    if not isinstance(stores, list) or not all(isinstance(store, str) for store in stores):
+        return ()
     # A run directory that was moved or copied takes the store in it along.
     own = path / STORE
-    return own if own.exists() else Path(store)
+    if len(stores) == 1 and own.exists():
+        return (own,)
+    return tuple(map(Path, stores))
 
 
 def is_run_directory(path: Path) -> bool:
@@ -132,6 +149,13 @@ def _run_path(run_dir: Path | None, named: Path | None, resume: Resume) -> Path:
             "name the directory of the run"
         )
     return _unused_default()
+
+
+def _is_copy(named: Path, run_dir: Path) -> bool:
+    """Returns whether `named` is a store of its own, from which a run in `run_dir` is to start."""
+    named, run_dir = named.absolute(), run_dir.absolute()
+    is_of_run = is_run_directory(named) or is_run_directory(named.parent)
+    return not is_of_run and run_dir not in (named, named.parent) and has_commit(named)
 
 
 def _named_run(named: Path, run_dir: Path | None) -> Path:
@@ -170,13 +194,13 @@ def _require_unused(path: Path) -> None:
         )
 
 
-def _new_store(config: Config, path: Path) -> Path:
+def _new_stores(config: Config, path: Path) -> tuple[Path, ...]:
     paths = config.tiers.storage.paths
     if not paths:
-        return path / STORE
+        return (path / STORE,)
     # Runs that share a path stay apart; the same run finds its store again.
     tag = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    return Path(paths[0]) / f"offload-{path.name}-{tag}"
+    return tuple(Path(root) / f"offload-{path.name}-{tag}" for root in paths)
 
 
 def _write(path: Path, text: str) -> None:

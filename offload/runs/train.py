@@ -7,19 +7,23 @@ from offload.config import Config
 from offload.errors import ConfigError, StorageError
 from offload.optim.kernels import load_kernels
 from offload.plan.bound import update_bound_s
+from offload.plan.lost_work import LostWork
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
+from offload.plan.wear import wear
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.model import gpt_shape
 from offload.runs.planning import BLOCK_BYTES, plan_run
 from offload.runs.probe import ProbeSize, probe_machine
+from offload.runs.restore import copy_in
 from offload.runs.result import StepMedians, TrainResult, ratio
 from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
 from offload.runs.training_run import Progress, RunSummary, TrainingRun
 from offload.runs.warm_up import warm_up
+from offload.sizes import parse_duration
 from offload.storage.engine import Engine
 from offload.storage.measured import measured_settings
 
@@ -46,12 +50,16 @@ def run_training(
         PlanError: The run does not fit; nothing was written.
     """
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
-    if directory.is_resumed:
+    if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
-    plan = plan_run(config, store=directory.store)
+    plan = plan_run(config, stores=directory.stores)
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
+    for warning in plan.warnings:
+        _LOG.warning("%s", warning)
+    if directory.copied_from is not None:
+        copy_in(config, directory)
     machine = _probe(config, plan, directory) if config.offload else None
     warm_up(config)
     summary = TrainingRun(
@@ -92,10 +100,11 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     assert plan.host is not None  # as is the next: this run is offloaded
     assert plan.storage is not None
     dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
-    root = directory.store.parent
-    with Engine(block_bytes=BLOCK_BYTES, paths=measured_settings(root)) as engine:
+    roots = [store.parent for store in directory.stores]
+    settings = [each for root in roots for each in measured_settings(root)]
+    with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
         return probe_machine(
-            root,
+            roots,
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,
@@ -172,7 +181,52 @@ def _result(
         update_achieved_over_bound=ratio(update_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
+        **_upkeep(config, medians=medians, summary=summary),  # type: ignore[arg-type]
     )
+
+
+def _upkeep(
+    config: Config, *, medians: StepMedians, summary: RunSummary
+) -> dict[str, float | int | None]:
+    """Returns the figures of commits, failures and wear; None where one does not apply."""
+    storage, step_s = config.tiers.storage, medians.step_s
+    commit_s = summary.commit_s
+    figures: dict[str, float | int | None] = {
+        "commit_s": commit_s,
+        "recovery_s": summary.recovery_s,
+        "expected_lost_work_s": None,
+        "best_commit_interval_s": None,
+        "best_commit_every": None,
+    }
+    if commit_s is not None:
+        lost = LostWork(
+            commit_s=commit_s,
+            recovery_s=summary.recovery_s,
+            mean_time_between_failures_s=parse_duration(
+                config.checkpoint.mean_time_between_failures
+            ),
+        )
+        interval_s = _interval_s(storage.commit_every, step_s)
+        best_s = lost.best_interval_s
+        figures["expected_lost_work_s"] = lost.expected_s(interval_s) if interval_s else None
+        figures["best_commit_interval_s"] = best_s
+        figures["best_commit_every"] = max(1, round(best_s / step_s)) if step_s else None
+    num_steps = max(len(summary.recorder.steps), 1)
+    worn = wear(
+        bytes_per_step=(medians.write_bytes or 0) + summary.stats.commit_bytes // num_steps,
+        step_s=step_s,
+        endurance_bytes=storage.endurance,
+        shares=summary.write_shares or (1.0,),
+    )
+    figures["written_bytes_per_day"] = worn.bytes_per_day if config.offload else None
+    figures["drive_days"] = worn.drive_days if config.offload else None
+    return figures
+
+
+def _interval_s(every: int | str, step_s: float | None) -> float | None:
+    if isinstance(every, str):
+        return parse_duration(every)
+    return every * step_s if every and step_s else None
 
 
 def _logits_bytes(config: Config) -> int:

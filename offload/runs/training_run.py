@@ -1,7 +1,9 @@
 """One process's part of a run: from its open session to the last commit."""
 
 import logging
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from offload.runs.activations import ActivationMeter
 from offload.runs.commits import commit_metadata, restore
 from offload.runs.data import Text
 from offload.runs.interrupt import StopRequest
+from offload.runs.intervals import Interval
 from offload.runs.loop import TrainingLoop
 from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
 from offload.runs.model import build_model
@@ -45,6 +48,12 @@ class RunSummary:
     rss_peak_bytes: int
     activation_bytes: int
     recorder: StepRecorder
+    commit_s: float | None
+    """Median time of a commit; None where there was none."""
+    recovery_s: float
+    """From the start of this process's part to its first step."""
+    write_shares: tuple[float, ...]
+    """The part of all written bytes that went to each path."""
 
 
 class TrainingRun:
@@ -64,8 +73,13 @@ class TrainingRun:
         self._directory = directory
         self._text = text
         self._progress = progress
+        self._path_rates = _round_trip_rates(machine)
         self._commits = config.offload and config.tiers.storage.durability == "commit"
         self._committed: int | None = None
+        self._commit_interval = Interval(config.tiers.storage.commit_every)
+        self._save_interval = Interval(config.checkpoint.save_every)
+        self._commit_s: list[float] = []
+        self._recovery_s = 0.0
         self._activations = ActivationMeter()
         self._rss = RssMeter()
         self._recorder = StepRecorder(
@@ -79,9 +93,11 @@ class TrainingRun:
         """Runs to the end and closes the session."""
         self._rss.start()
         rss_baseline_bytes = self._rss.sample()
+        started_s = time.perf_counter()
         with StopRequest() as stop, self._session() as session:
             loop = self._build(session)
             first_step = self._restore(session) + 1
+            self._recovery_s = time.perf_counter() - started_s
             loss_before = loop.validate()
             done = self._run_steps(first_step, loop, session, stop)
             loss_after = loop.validate() if done >= first_step else loss_before
@@ -89,6 +105,8 @@ class TrainingRun:
                 self._commit(done, session)
             if done < self._config.train.steps:
                 self._report_stop(done, stop.signal_name)
+            else:  # one that was asked to stop does not wait: the next start goes on with it
+                session.wait_drained()
             return RunSummary(
                 first_step=first_step,
                 done=done,
@@ -101,12 +119,20 @@ class TrainingRun:
                 rss_peak_bytes=self._rss.peak_bytes,
                 activation_bytes=self._activations.peak_bytes,
                 recorder=self._recorder,
+                commit_s=statistics.median(self._commit_s) if self._commit_s else None,
+                recovery_s=self._recovery_s,
+                write_shares=_shares([path.write_bytes for path in session.stats().paths]),
             )
 
     def _session(self) -> Session:
         if not self._config.offload:
             return Session(self._config)
-        return Session(self._config, store=self._directory.store, resume=self._directory.is_resumed)
+        return Session(
+            self._config,
+            store=self._directory.stores,
+            resume=self._directory.is_resumed,
+            path_rates=self._path_rates,
+        )
 
     def _build(self, session: Session) -> TrainingLoop:
         torch.manual_seed(self._config.train.seed)
@@ -139,7 +165,9 @@ class TrainingRun:
                 if self._progress is not None:
                     self._progress(metrics)
                 done = step
-                if self._is_commit_due(step):
+                if self._save_interval.is_due(step) and self._commits:
+                    self._save(step, session)
+                elif self._is_commit_due(step):
                     self._commit(step, session)
         return done
 
@@ -175,12 +203,23 @@ class TrainingRun:
         return every > 0 and step % every == 0
 
     def _is_commit_due(self, step: int) -> bool:
-        every = self._config.tiers.storage.commit_every
-        return self._commits and every > 0 and step % every == 0
+        return self._commits and self._commit_interval.is_due(step)
 
     def _commit(self, step: int, session: Session) -> None:
+        started_s = time.perf_counter()
         session.commit(commit_metadata(step=step))
+        self._committed_now(step, started_s)
+
+    def _save(self, step: int, session: Session) -> None:
+        started_s = time.perf_counter()
+        session.save(f"step-{step:06d}", commit_metadata(step=step))
+        self._committed_now(step, started_s)
+        self._save_interval.happened()
+
+    def _committed_now(self, step: int, started_s: float) -> None:
+        self._commit_s.append(time.perf_counter() - started_s)
         self._committed = step
+        self._commit_interval.happened()
 
     def _report_stop(self, done: int, signal_name: str | None) -> None:
         _LOG.warning(
@@ -192,3 +231,12 @@ class TrainingRun:
             if self._commits
             else "nothing was committed",
         )
+
+
+def _shares(amounts: Sequence[int]) -> tuple[float, ...]:
+    total = sum(amounts)
+    return tuple(amount / total for amount in amounts) if total else ()
+
+
+def _round_trip_rates(machine: Machine | None) -> tuple[float, ...]:
+    return () if machine is None else tuple(path.mixed_bytes_per_s for path in machine.paths)

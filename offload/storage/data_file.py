@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from offload.errors import CorruptStateError, StorageError
@@ -18,6 +19,11 @@ def data_file_name(path_index: int) -> str:
     return f"data-{path_index}"
 
 
+def is_data_file_name(name: str) -> bool:
+    """Returns whether `name` is that of a data file."""
+    return re.fullmatch(r"data-\d+", name) is not None
+
+
 class DataFile:
     """Blocks of one path and the file that holds them.
 
@@ -26,7 +32,7 @@ class DataFile:
 
     def __init__(self, root: Path, *, path_index: int, block_bytes: int) -> None:
         self.path = root / data_file_name(path_index)
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._file: StorageFile | None = None
 
     def open(self, *, create: bool = False, read_only: bool = False) -> None:
@@ -54,7 +60,7 @@ class DataFile:
 
     def num_blocks(self) -> int:
         """Returns how many whole blocks the file has now."""
-        return os.fstat(self.file.fd).st_size // self._block_bytes
+        return os.fstat(self.file.fd).st_size // self.block_bytes
 
     def grow(self, *, needed_blocks: int, most_blocks: int | None) -> int:
         """Adds free blocks at the end.
@@ -72,7 +78,7 @@ class DataFile:
         now = self.num_blocks()
         least = now + needed_blocks
         if most_blocks is not None and least > most_blocks:
-            raise self._no_space(needed_blocks, max(0, most_blocks - now) * self._block_bytes)
+            raise self._no_space(needed_blocks, max(0, most_blocks - now) * self.block_bytes)
         wanted = now + max(needed_blocks, _GROW_BLOCKS, now // _GROW_FRACTION)
         wanted = wanted if most_blocks is None else min(wanted, most_blocks)
         try:
@@ -95,11 +101,9 @@ class DataFile:
 
     def _allocate(self, now: int, blocks: int) -> None:
         """Reserves the space, so that a full disk shows here and not in a transfer."""
-        size = blocks * self._block_bytes
+        size = blocks * self.block_bytes
         try:
-            os.posix_fallocate(
-                self.file.fd, now * self._block_bytes, size - now * self._block_bytes
-            )
+            os.posix_fallocate(self.file.fd, now * self.block_bytes, size - now * self.block_bytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
@@ -110,7 +114,7 @@ class DataFile:
     ) -> StorageError:
         return StorageError(
             f"cannot grow data file `{self.path}`: needs "
-            f"{format_size(needed_blocks * self._block_bytes)} more, found "
+            f"{format_size(needed_blocks * self.block_bytes)} more, found "
             f"{format_size(found_bytes)} free; free space there or raise "
             "`tiers.storage.capacity`",
             errno=number,

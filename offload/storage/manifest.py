@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -17,8 +18,13 @@ from offload.errors import CorruptStateError, StoreError
 from offload.sizes import round_up
 from offload.storage.extents import Extent, Version, num_blocks_for
 
-SCHEMA = 1
+SCHEMA = 2
+"""What is written. Schema 1 had the same bytes and one path, and its head did not say `store`."""
+_READABLE = (1, 2)
 
+_MOST_PATHS = 1024
+_MOST_BLOCKS = 1 << 43
+"""Of one data file: offsets of 4 KiB blocks below it fit a signed 64-bit number with room."""
 _MAGIC = b"OFFLDMAN"
 # Of every schema: magic, schema, zero or more of the schema's own, size of the whole file.
 _FRAME = struct.Struct("<8sIIQ")
@@ -38,8 +44,28 @@ class Manifest:
     block_bytes: int
     num_paths: int
     head: dict[str, Any]
-    """JSON: `schema`, `committed_at` and what the commit was given."""
+    """JSON: `schema`, `committed_at`, `store` and what the commit was given."""
     records: dict[str, Version]
+    store_id: str | None = None
+    """The same in all manifests of a store; None under schema 1."""
+    roots: tuple[Path, ...] = ()
+    """The store's directories by path when it was written; they may have moved since."""
+
+    def uses(self, path_index: int) -> bool:
+        """Returns whether a block of a path belongs to it."""
+        return self.end_block(path_index) > 0
+
+    def end_block(self, path_index: int) -> int:
+        """Returns how many blocks the data file of a path has at least."""
+        return max(
+            (
+                extent.end_block
+                for version in self.records.values()
+                for extent in version.extents
+                if extent.path_index == path_index
+            ),
+            default=0,
+        )
 
 
 def encode_manifest(
@@ -125,7 +151,7 @@ class _Decoder:
             self._num_checksums,
             self._name_bytes,
         ) = _COUNTS.unpack_from(data, _FRAME.size)
-        self._num_paths = _FRAME.unpack_from(data)[2]
+        _, self._schema, self._num_paths, _ = _FRAME.unpack_from(data)
 
     def manifest(self) -> Manifest:
         self._check_counts()
@@ -141,13 +167,31 @@ class _Decoder:
             f"<{self._num_checksums}Q", self._take(self._num_checksums * _CHECKSUM.size)
         )
         names = self._decode_names([row[1] for row in rows])
+        store_id, roots = self._decode_identity(head)
         return Manifest(
             sequence=self._sequence,
             block_bytes=self._block_bytes,
             num_paths=self._num_paths,
             head=head,
             records=self._versions(names, rows, extents, checksums),
+            store_id=store_id,
+            roots=roots,
         )
+
+    def _decode_identity(self, head: Mapping[str, Any]) -> tuple[str | None, tuple[Path, ...]]:
+        if self._schema == 1 or "store" not in head:
+            if self._num_paths != 1:
+                raise ValueError(f"{self._num_paths} paths without their directories")
+            return None, ()
+        store = head["store"]
+        if not isinstance(store, dict) or not isinstance(store.get("id"), str):
+            raise ValueError("a head whose `store` has no `id`")
+        paths = store.get("paths")
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise ValueError("a head whose `store` has no `paths`")
+        if len(paths) != self._num_paths:
+            raise ValueError(f"{len(paths)} directories for {self._num_paths} paths")
+        return store["id"], tuple(map(Path, paths))
 
     def _check_counts(self) -> None:
         expected = (
@@ -161,8 +205,10 @@ class _Decoder:
         )
         if expected != len(self._data):
             raise ValueError(f"counts that need {expected} bytes")
-        if self._block_bytes == 0 or self._sequence == 0:
-            raise ValueError("a block size or sequence of 0")
+        if self._block_bytes == 0 or self._block_bytes % 4096 or self._sequence == 0:
+            raise ValueError("a block size that is no multiple of 4096, or a sequence of 0")
+        if not 1 <= self._num_paths <= _MOST_PATHS:
+            raise ValueError(f"{self._num_paths} paths")
 
     def _take(self, num_bytes: int, *, padded: bool = False) -> bytes:
         part = self._data[self._at : self._at + num_bytes]
@@ -214,8 +260,11 @@ class _Decoder:
         for left, right in itertools.pairwise(by_place):
             if left.path_index == right.path_index and left.end_block > right.first_block:
                 raise ValueError(f"block {right.first_block} twice")
-        if any(e.path_index >= self._num_paths or e.num_blocks == 0 for e in extents):
-            raise ValueError("an extent that is empty or on a path that does not exist")
+        for e in extents:
+            if e.path_index >= self._num_paths or e.num_blocks == 0:
+                raise ValueError("an extent that is empty or on a path that does not exist")
+            if e.end_block * self._block_bytes >= 1 << 62 or e.end_block > _MOST_BLOCKS:
+                raise ValueError(f"block {e.first_block}, beyond what a file can have")
 
 
 def _check_frame(data: bytes, name: str) -> None:
@@ -231,9 +280,9 @@ def _check_frame(data: bytes, name: str) -> None:
     found = xxh3_64_intdigest(memoryview(data)[: -_CHECKSUM.size])
     if stored != found:
         raise _corrupt(name, f"xxh3-64 {stored:016x}", f"{found:016x}")
-    if schema != SCHEMA:
+    if schema not in _READABLE:
         raise StoreError(
-            f"cannot read manifest `{name}`: expected schema {SCHEMA}, found {schema}; "
+            f"cannot read manifest `{name}`: expected schema {SCHEMA} or older, found {schema}; "
             "open the store with the version of `offload` that wrote it, or a newer one"
         )
 

@@ -5,12 +5,14 @@ import os
 import re
 from pathlib import Path
 
-from offload.errors import CorruptStateError, StorageError, StoreError
+from offload.errors import ConfigError, CorruptStateError, StorageError
 from offload.storage.manifest import Manifest, decode_manifest
 
 _log = logging.getLogger("offload.storage")
 
 _NAME = re.compile(r"manifest-(\d{10})")
+_CHECKPOINT_PREFIX = "checkpoint-"
+_CHECKPOINT = re.compile(r"checkpoint-([A-Za-z0-9][A-Za-z0-9._+-]{0,99})")
 _TEMPORARY_SUFFIX = ".tmp"
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -18,6 +20,20 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 def is_manifest_name(name: str) -> bool:
     """Returns whether `name` is that of a manifest, complete or temporary."""
     return _NAME.fullmatch(name.removesuffix(_TEMPORARY_SUFFIX)) is not None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Returns whether `name` is that of a checkpoint's manifest, complete or temporary."""
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+def require_checkpoint_name(name: str) -> None:
+    """Raises ConfigError unless `name` can be that of a checkpoint."""
+    if _CHECKPOINT.fullmatch(_CHECKPOINT_PREFIX + name) is None or name.endswith(_TEMPORARY_SUFFIX):
+        raise ConfigError(
+            f"cannot name a checkpoint `{name}`: expected at most 100 letters, digits and `._+-`, "
+            "a letter or digit first, and no `.tmp` at the end; choose another name"
+        )
 
 
 class ManifestFiles:
@@ -28,6 +44,10 @@ class ManifestFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    @property
+    def root(self) -> Path:
+        return self._root
 
     def path(self, sequence: int) -> Path:
         return self._root / f"manifest-{sequence:010d}"
@@ -76,15 +96,7 @@ class ManifestFiles:
             FileNotFoundError: It is not there.
         """
         path = self.path(sequence)
-        try:
-            fd = os.open(path, os.O_RDONLY | _FLAGS)
-            with os.fdopen(fd, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise _failed("read manifest", path, error) from error
-        manifest = decode_manifest(data, name=str(path))
+        manifest = _read(path)
         if manifest.sequence != sequence:
             raise CorruptStateError(
                 f"manifest `{path}` is damaged: expected sequence {sequence}, found "
@@ -98,18 +110,7 @@ class ManifestFiles:
         Raises:
             StorageError: The write failed; the temporary file is gone and the caller may retry.
         """
-        path = self._temporary(sequence)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600)
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-            finally:
-                os.close(fd)
-        except OSError as error:
-            _try_delete(path)
-            raise _failed("write manifest", path, error) from error
+        _stage(self.path(sequence), data)
 
     def publish(self, sequence: int) -> None:
         """Makes a staged manifest durable and gives it its final name.
@@ -118,16 +119,45 @@ class ManifestFiles:
             StorageError: A sync or the rename failed: whether a restart finds this manifest or
                 the one before is unknown from here on, so blocks of neither may be reused.
         """
-        path = self._temporary(sequence)
+        _publish(self.path(sequence))
+
+    # Checkpoints: manifests under a name.
+
+    def checkpoint_path(self, name: str) -> Path:
+        return self._root / (_CHECKPOINT_PREFIX + name)
+
+    def checkpoint_names(self) -> list[str]:
+        """Returns the names of the checkpoints in code-point order."""
         try:
-            fd = os.open(path, os.O_RDONLY | _FLAGS)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            path.rename(self.path(sequence))
+            names = [path.name for path in self._root.iterdir()]
         except OSError as error:
-            raise _failed("publish manifest", path, error) from error
+            raise _failed("list directory", self._root, error) from error
+        found = (match[1] for match in map(_CHECKPOINT.fullmatch, names) if match)
+        return sorted(name for name in found if not name.endswith(_TEMPORARY_SUFFIX))
+
+    def read_checkpoint(self, name: str) -> Manifest:
+        """Returns the manifest of a checkpoint, checked; raises as `read`."""
+        return _read(self.checkpoint_path(name))
+
+    def stage_checkpoint(self, name: str, data: bytes) -> None:
+        """Writes a checkpoint's manifest under its temporary name; raises as `stage`."""
+        _stage(self.checkpoint_path(name), data)
+
+    def publish_checkpoint(self, name: str) -> None:
+        """Makes it durable and gives it its final name, over one of that name; as `publish`."""
+        _publish(self.checkpoint_path(name))
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Deletes a checkpoint's manifest for good: its blocks may be reused afterwards.
+
+        Raises:
+            StorageError: It may still be there after a crash.
+        """
+        path = self.checkpoint_path(name)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed("delete checkpoint", path, error) from error
         sync_directory(self._root)
 
     def delete_before(self, sequence: int) -> None:
@@ -138,12 +168,9 @@ class ManifestFiles:
 
     def delete_temporaries(self) -> None:
         """Deletes what commits that never finished left under temporary names."""
-        for path in self._root.glob("manifest-*" + _TEMPORARY_SUFFIX):
-            if is_manifest_name(path.name):
+        for path in self._root.glob("*" + _TEMPORARY_SUFFIX):
+            if is_manifest_name(path.name) or is_checkpoint_file(path.name):
                 _try_delete(path)
-
-    def _temporary(self, sequence: int) -> Path:
-        return self.path(sequence).with_suffix(_TEMPORARY_SUFFIX)
 
 
 def sync_directory(path: Path) -> None:
@@ -162,24 +189,49 @@ def sync_directory(path: Path) -> None:
         raise _failed("sync directory", path, error) from error
 
 
-def read_newest_manifest(root: Path) -> Manifest:
-    """Returns what the newest complete commit of the store at `root` published.
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + _TEMPORARY_SUFFIX)
 
-    Takes no ownership and changes nothing.
 
-    Raises:
-        StoreError: There is no store, or it has no commit yet.
-        CorruptStateError: There are manifests and none is complete.
-    """
-    if not root.is_dir():
-        raise StoreError(f"no store at `{root}`: expected a directory, found none; check the path")
-    manifest = ManifestFiles(root).newest()
-    if manifest is None:
-        raise StoreError(
-            f"store `{root}` has no complete commit: expected a file `manifest-…`, found none; "
-            "the run that made it ended before its first commit: start it again from the beginning"
-        )
-    return manifest
+def _read(path: Path) -> Manifest:
+    try:
+        fd = os.open(path, os.O_RDONLY | _FLAGS)
+        with os.fdopen(fd, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _failed("read manifest", path, error) from error
+    return decode_manifest(data, name=str(path))
+
+
+def _stage(final: Path, data: bytes) -> None:
+    path = _temporary(final)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
+    except OSError as error:
+        _try_delete(path)
+        raise _failed("write manifest", path, error) from error
+
+
+def _publish(final: Path) -> None:
+    path = _temporary(final)
+    try:
+        fd = os.open(path, os.O_RDONLY | _FLAGS)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        path.rename(final)
+    except OSError as error:
+        raise _failed("publish manifest", path, error) from error
+    sync_directory(final.parent)
 
 
 def _try_delete(path: Path) -> None:

@@ -4,6 +4,19 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "fuse.sshfs",
+    "9p",
+    "afs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+)
+PARALLEL_FILE_SYSTEMS = ("lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "panfs")
+
 _SYS_BLOCK = Path("/sys/dev/block")
 
 
@@ -47,6 +60,11 @@ def find_mount(path: Path) -> Mount:
         ):
             best = mount
     return best or Mount(directory=Path("/"), kind="unknown", source="unknown", options="")
+
+
+def is_on_network(path: Path) -> bool:
+    """Returns whether `path` is on a file system of another machine."""
+    return find_mount(path).kind in NETWORK_FILE_SYSTEMS + PARALLEL_FILE_SYSTEMS
 
 
 def find_device(path: Path) -> BlockDevice | None:

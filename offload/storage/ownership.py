@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offload.errors import StorageError, StoreError
+from offload.storage.heartbeat import DEAD_AFTER_S, Heartbeat, silent_s
+from offload.storage.mounts import is_on_network
 
 OWNER_FILE = "offload-owner"
 
@@ -58,6 +60,7 @@ class Ownership:
 
     def __init__(self, root: Path) -> None:
         self._path = root / OWNER_FILE
+        self._heartbeat = Heartbeat(self._path)
         self._fd = -1
         self.record: OwnerRecord | None = None
 
@@ -71,9 +74,12 @@ class Ownership:
         if self._fd >= 0:
             return
         fd = _open(self._path, os.O_RDWR | os.O_CREAT)
+        is_shared = is_on_network(self._path.parent)
         try:
-            _lock(fd, self._path)
+            is_locked = _lock(fd, self._path)
             previous = _read_record(fd)
+            if is_shared and is_locked and previous is not None:
+                _require_silent(previous, self._path)
             if previous is not None:
                 _log.warning(
                     "store `%s` was not closed by %s, which has ended; taken over",
@@ -86,12 +92,15 @@ class Ownership:
             os.close(fd)
             raise
         self._fd = fd
+        if is_shared or not is_locked:
+            self._heartbeat.start()
         _forget_in_children(self)
 
     def release(self) -> None:
         """Gives the store up; the owner file stays and says so. May be called again."""
         if self._fd < 0:
             return
+        self._heartbeat.stop()
         fd, self._fd, self.record = self._fd, -1, None
         try:
             _write_record(fd, None)
@@ -101,6 +110,7 @@ class Ownership:
 
     def forget(self) -> None:
         """Closes this process's copy of the lock, in a child that inherited it by `fork`."""
+        self._heartbeat.stop()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd, self.record = -1, None
@@ -151,7 +161,8 @@ def _open(path: Path, flags: int) -> int:
         ) from error
 
 
-def _lock(fd: int, path: Path) -> None:
+def _lock(fd: int, path: Path) -> bool:
+    """Takes the lock; False where the file system has none and the record allows to go on."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
@@ -171,7 +182,25 @@ def _lock(fd: int, path: Path) -> None:
         )
         owner = _read_record(fd)
         if owner is not None and _is_alive(owner) is not False:
-            raise _owned(path, owner) from error
+            if _is_alive(owner):
+                raise _owned(path, owner) from error
+            _require_silent(owner, path)
+        return False
+    return True
+
+
+def _require_silent(owner: OwnerRecord, path: Path) -> None:
+    """Refuses a store whose owner cannot be seen from here and gave a sign of life lately."""
+    if _is_alive(owner) is not None:
+        return  # a process of this machine: the lock has decided
+    quiet_s = silent_s(path)
+    if quiet_s is None or quiet_s < DEAD_AFTER_S:
+        raise StoreError(
+            f"cannot own store `{path.parent}`: expected no owner, found {owner.describe()}, which "
+            "cannot be seen from here and gave a sign of life "
+            f"{'lately' if quiet_s is None else f'{max(quiet_s, 0):.0f} s ago'}; end it there, or "
+            f"try again when it has been silent for {DEAD_AFTER_S:.0f} s"
+        )
 
 
 def _unlock(fd: int) -> None:

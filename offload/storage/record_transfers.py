@@ -13,8 +13,7 @@ from offload.errors import (
     StoreError,
 )
 from offload.sizes import format_size, round_up
-from offload.storage.data_file import DataFile
-from offload.storage.engine import Engine, Priority, Ticket
+from offload.storage.engine import Priority
 from offload.storage.extents import (
     Move,
     Version,
@@ -22,6 +21,9 @@ from offload.storage.extents import (
     first_difference,
     moves_of,
 )
+from offload.storage.path_rates import PathRates
+from offload.storage.placement import Placement
+from offload.storage.store_paths import OpenPath, PathTicket
 from offload.storage.tickets import StoreTicket
 from offload.storage.versions import VersionTable
 
@@ -37,28 +39,44 @@ class RecordTransfers:
     def __init__(
         self,
         *,
-        engine: Engine,
-        data: DataFile,
+        paths: Sequence[OpenPath],
         versions: VersionTable,
+        placement: Placement,
+        rates: PathRates,
         block_bytes: int,
         alignment: int,
-        capacity_bytes: int | None,
         describe: Callable[[str], str] | None,
         is_superseded: Callable[[], bool],
+        advise: Callable[[], str],
     ) -> None:
-        self._engine = engine
-        self._data = data
+        """Stores its arguments.
+
+        Args:
+            paths: Of the store.
+            versions: Of the store.
+            placement: Where new versions go.
+            rates: Told what is submitted.
+            block_bytes: Of the store.
+            alignment: Of lengths in memory.
+            describe: Gives what a record holds, for messages.
+            is_superseded: Whether another process has committed since.
+            advise: Says from which checkpoint a run can go on, for messages.
+        """
+        self._paths = paths
         self._versions = versions
+        self._placement = placement
+        self._rates = rates
         self._block_bytes = block_bytes
         self._alignment = alignment
-        self._capacity_bytes = capacity_bytes
         self._describe = describe
         self._is_superseded = is_superseded
-        self._grow_lock = threading.Lock()
+        self._advise = advise
         self._lock = threading.Lock()  # over what follows
         self._in_flight: set[StoreTicket] = set()
         self._read_bytes = 0
         self._write_bytes = 0
+        self._checkpoint_read_bytes = 0
+        self._bytes_by_path = [[0, 0] for _ in paths]  # read, written
 
     @property
     def read_bytes(self) -> int:
@@ -68,21 +86,42 @@ class RecordTransfers:
     def write_bytes(self) -> int:
         return self._write_bytes
 
+    @property
+    def checkpoint_read_bytes(self) -> int:
+        return self._checkpoint_read_bytes
+
+    def bytes_on(self, path_index: int) -> tuple[int, int]:
+        """Returns what was read from and written to a path."""
+        read_bytes, write_bytes = self._bytes_by_path[path_index]
+        return read_bytes, write_bytes
+
     def write(
-        self, record: str, source: memoryview, *, num_bytes: int | None, priority: Priority
+        self,
+        record: str,
+        source: memoryview,
+        *,
+        num_bytes: int | None,
+        priority: Priority,
+        serial: int | None = None,
     ) -> StoreTicket:
         data = memoryview(source).cast("B")
         num_bytes = len(data) if num_bytes is None else num_bytes
         self._check_memory(record, data, num_bytes)
         version = self._allocate(record, num_bytes)
+        if serial is not None:  # a write that is done over is no newer than it was
+            version.serial = serial
+        self._rates.note()
         moves = list(moves_of(version, block_bytes=self._block_bytes, alignment=self._alignment))
-        tickets: list[Ticket] = []
+        tickets: list[PathTicket] = []
         try:
             for move in moves:
                 part = data[move.start : move.start + move.num_bytes]
+                path = self._paths[move.path_index]
+                path.needs_sync = True
                 tickets.append(
-                    self._engine.write(self._data.file, move.offset, part, priority=priority)
+                    path.engine.write(path.data.file, move.offset, part, priority=priority)
                 )
+                self._rates.submitted(move.path_index, move.num_bytes)
             # The transfers run while this thread hashes.
             version.checksums = block_checksums(data[:num_bytes], self._block_bytes)
         except Exception:  # after an interrupt a transfer may be on its way: the blocks stay taken
@@ -102,8 +141,19 @@ class RecordTransfers:
             tickets,
             outcome=lambda _, error: None if error is None else self._write_failed(record, error),
             settle=settle,
+            retry=lambda move, error: self._write_elsewhere(
+                move,
+                error,
+                lambda: self.write(
+                    record,
+                    data,
+                    num_bytes=num_bytes,
+                    priority=priority,
+                    serial=version.serial,
+                ),
+            ),
         )
-        self._remember(ticket, write_bytes=sum(move.num_bytes for move in moves))
+        self._remember(ticket, moves, is_write=True)
         return ticket
 
     def read(
@@ -114,10 +164,12 @@ class RecordTransfers:
         offset: int,
         num_bytes: int | None,
         priority: Priority,
+        checkpoint: str | None = None,
     ) -> StoreTicket:
         data = memoryview(into).cast("B")
-        version = self._versions.hold(record)
-        tickets: list[Ticket] = []
+        version = self._versions.hold(record, checkpoint=checkpoint)
+        self._rates.note()
+        tickets: list[PathTicket] = []
         try:
             stop = version.num_bytes if num_bytes is None else offset + num_bytes
             self._check_range(record, version, offset, stop)
@@ -133,9 +185,11 @@ class RecordTransfers:
             )
             for move in moves:
                 part = data[move.start : move.start + move.num_bytes]
+                path = self._paths[move.path_index]
                 tickets.append(
-                    self._engine.read(self._data.file, move.offset, part, priority=priority)
+                    path.engine.read(path.data.file, move.offset, part, priority=priority)
                 )
+                self._rates.submitted(move.path_index, move.num_bytes)
         except Exception:  # as in `write`
             _drain(tickets)
             self._versions.release(version)
@@ -155,7 +209,7 @@ class RecordTransfers:
             ),
             settle=settle,
         )
-        self._remember(ticket, read_bytes=sum(move.num_bytes for move in moves))
+        self._remember(ticket, moves, is_write=False, is_of_checkpoint=checkpoint is not None)
         return ticket
 
     def wait_all(self) -> None:
@@ -169,33 +223,41 @@ class RecordTransfers:
                 _log.warning("a transfer that nobody waited for failed: %s", error)
 
     def _allocate(self, record: str, num_bytes: int) -> Version:
-        while True:
-            version = self._versions.try_allocate(num_bytes)
-            if version is not None:
-                return version
-            with self._grow_lock:
-                missing = self._versions.num_missing_blocks(num_bytes)
-                if missing:
-                    self._grow(record, missing)
-
-    def _grow(self, record: str, num_blocks: int) -> None:
-        capacity = self._capacity_bytes
         try:
-            total = self._data.grow(
-                needed_blocks=num_blocks,
-                most_blocks=None if capacity is None else capacity // self._block_bytes,
-            )
+            return self._placement.allocate(num_bytes)
         except StorageError as error:
             raise self._write_failed(record, error) from error
-        self._versions.grow(total)
+
+    def _write_elsewhere(
+        self, move: Move, error: OffloadError, write: Callable[[], StoreTicket]
+    ) -> StoreTicket | None:
+        """Leaves out a path that failed, and starts the write again on the others, if any."""
+        path = self._paths[move.path_index]
+        if not isinstance(error, StorageError) or not self._placement.has_other(path):
+            return None
+        path.note_write_error(error)
+        return write()
 
     # Tickets, from submission until they are settled.
 
-    def _remember(self, ticket: StoreTicket, *, read_bytes: int = 0, write_bytes: int = 0) -> None:
+    def _remember(
+        self,
+        ticket: StoreTicket,
+        moves: Sequence[Move],
+        *,
+        is_write: bool,
+        is_of_checkpoint: bool = False,
+    ) -> None:
+        num_bytes = sum(move.num_bytes for move in moves)
         with self._lock:
             self._in_flight.add(ticket)
-            self._read_bytes += read_bytes
-            self._write_bytes += write_bytes
+            if is_of_checkpoint:
+                self._checkpoint_read_bytes += num_bytes
+                return
+            self._read_bytes += 0 if is_write else num_bytes
+            self._write_bytes += num_bytes if is_write else 0
+            for move in moves:
+                self._bytes_by_path[move.path_index][is_write] += move.num_bytes
 
     def _forget(self, ticket: StoreTicket) -> None:
         with self._lock:
@@ -215,26 +277,37 @@ class RecordTransfers:
         if self._is_superseded():
             return StoreError(
                 f"cannot read record {self._name(record)}: expected the commit that was opened, "
-                f"found that the owner of `{self._data.path.parent}` has committed since and "
+                f"found that the owner of `{self._paths[0].root}` has committed since and "
                 "reused blocks; open the store again, or wait until its run has ended"
             )
         return CorruptStateError(
             f"record {self._name(record)} is damaged: block {move.first_block + index} at offset "
-            f"{move.offset + index * self._block_bytes} of file `{self._data.path}`: expected "
+            f"{move.offset + index * self._block_bytes} of file "
+            f"`{self._paths[move.path_index].data.path}`: expected "
             f"xxh3-64 {expected[index]:016x}, found {found[index]:016x}; restore the file from a "
             "copy or resume from another checkpoint; `offload verify` lists all such blocks"
+            f"{self._advice()}"
         )
 
     def _read_failed(self, record: str, move: Move, error: StorageError) -> OffloadError:
+        path = self._paths[move.path_index]
         if error.errno != errno.ENODATA:
+            num_lost = len(self._versions.lost_with(move.path_index))
             return StorageError(
-                f"cannot read record {self._name(record)}: {error}", errno=error.errno
+                f"cannot read record {self._name(record)}: {error}; if path `{path.root}` is lost, "
+                f"so are parts of {num_lost} of {len(self._versions.records())} records"
+                f"{self._advice()}",
+                errno=error.errno,
             )
         return CorruptStateError(
-            f"record {self._name(record)} is damaged: file `{self._data.path}` is truncated: "
+            f"record {self._name(record)} is damaged: file `{path.data.path}` is truncated: "
             f"expected {move.num_bytes} bytes at offset {move.offset}, found its end; restore the "
-            "file from a copy or resume from another checkpoint"
+            f"file from a copy or resume from another checkpoint{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        advice = self._advise()
+        return f"; {advice}" if advice else ""
 
     def _write_failed(self, record: str, error: StorageError) -> StorageError:
         return StorageError(f"cannot write record {self._name(record)}: {error}", errno=error.errno)
@@ -262,7 +335,7 @@ class RecordTransfers:
         return f"`{record}`" if self._describe is None else f"`{record}` ({self._describe(record)})"
 
 
-def _drain(tickets: Sequence[Ticket]) -> None:
+def _drain(tickets: Sequence[PathTicket]) -> None:
     """Waits for transfers whose outcome no longer matters: the submission has failed."""
     for ticket in tickets:
         try:

@@ -2,31 +2,38 @@
 
 import enum
 import logging
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from offload.errors import ConfigError, CorruptStateError, StoreError
+from offload.policy import Striping, resolve_striping
 from offload.sizes import MIB, format_size
 from offload.storage.commits import CommitReport, Commits
-from offload.storage.data_file import DataFile, data_file_name
-from offload.storage.engine import Engine, Priority
+from offload.storage.data_file import DataFile, data_file_name, is_data_file_name
+from offload.storage.engine import Priority
+from offload.storage.extents import Version
 from offload.storage.manifest import Manifest
 from offload.storage.manifest_files import (
     ManifestFiles,
+    is_checkpoint_file,
     is_manifest_name,
-    read_newest_manifest,
+    require_checkpoint_name,
 )
+from offload.storage.opening import FoundStore, find_store
 from offload.storage.ownership import OWNER_FILE, Ownership
+from offload.storage.path_rates import PathRates
+from offload.storage.placement import Placement
 from offload.storage.record_transfers import RecordTransfers
+from offload.storage.store_paths import OpenPath, PathEngine, PathUse, StorePath
 from offload.storage.tickets import StoreTicket
 from offload.storage.versions import VersionTable
 
 _log = logging.getLogger("offload.storage")
 
 _LEAST_ALIGNMENT = 4096
-_PATH_INDEX = 0
 
 
 class StoreState(enum.Enum):
@@ -50,22 +57,46 @@ class StoreStats:
     """Of records, padding included."""
     commit_bytes: int
     """Of manifests."""
+    checkpoint_read_bytes: int
+    """Of records of checkpoints, to copy them elsewhere."""
     live_bytes: int
     """In blocks that a version, committed or current, or a reader needs."""
     file_bytes: int
-    """Of the data file, free blocks included."""
+    """Of the data files, free blocks included."""
+    paths: "tuple[PathStats, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathStats:
+    """Counters of one path since the store was opened, and its state now."""
+
+    root: Path
+    use: str
+    read_bytes: int
+    write_bytes: int
+    live_bytes: int
+    round_trip_bytes_per_s: float | None
+    """Bytes in and out again each second, as measured lately."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlace:
+    """Where a block of a record lies."""
+
+    root: Path
+    file: str
+    offset: int
 
 
 class BlockStore:
-    """All blocks and manifests of one run, in one directory.
+    """All blocks and manifests of one run, in one directory on each of its paths.
 
     A write goes to free blocks, a commit publishes the current versions, and a block that the
-    newest published manifest names is not reused before the next one is published: so a process
-    killed at any instant leaves the last commit whole.
+    newest published manifest or a checkpoint names is not reused: so a process killed at any
+    instant leaves the last commit whole.
 
     Attributes:
-        root: The directory.
-        data_path: The data file.
+        root: The directory on the first path.
         block_bytes: Unit of allocation and checksums; an existing store keeps its own.
         alignment: Of lengths (and, for direct files, addresses) in memory; known once open.
 
@@ -75,60 +106,94 @@ class BlockStore:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | Sequence[StorePath],
         *,
-        engine: Engine,
+        engine: PathEngine | Sequence[PathEngine],
         block_bytes: int = MIB,
         capacity_bytes: int | None = None,
         durability: Literal["commit", "none"] = "commit",
         describe: Callable[[str], str] | None = None,
+        striping: Striping | None = None,
+        advise: Callable[[], str] | None = None,
     ) -> None:
         """Stores its arguments.
 
         Args:
-            root: Made by `create` if it is not there.
-            engine: Open while the store is; not closed by it.
+            root: Made by `create` if it is not there; or one directory for each path.
+            engine: Open while the store is; not closed by it. One for each path, so that what
+                each delivers is known, or one for all.
             block_bytes: A multiple of 4096.
-            capacity_bytes: What the data file may have at most; None: the file system decides.
+            capacity_bytes: What the data file of `root` may have at most; None: all free space
+                but a margin.
             durability: With `none` there are no commits and no syncs.
             describe: Gives what a record holds, for messages.
+            striping: Which share of a record goes to which path; `adaptive` by default.
+            advise: Says from which checkpoint a run can go on, for messages.
         """
         if block_bytes <= 0 or block_bytes % _LEAST_ALIGNMENT:
             raise ConfigError(
                 f"cannot make store `{root}` with blocks of {block_bytes} bytes: expected a "
                 f"multiple of {_LEAST_ALIGNMENT}; use the default of {format_size(MIB)}"
             )
-        self.root = Path(root)
-        self.data_path = self.root / data_file_name(_PATH_INDEX)
+        if isinstance(root, str | Path):
+            self._configs = [StorePath(root=Path(root), capacity_bytes=capacity_bytes)]
+        else:
+            self._configs = list(root)
+        _check_distinct([config.root for config in self._configs])
+        self.root = self._configs[0].root
         self.block_bytes = block_bytes
         self.alignment = _LEAST_ALIGNMENT
-        self._engine = engine
-        self._capacity_bytes = capacity_bytes
+        self._engines = list(engine) if isinstance(engine, Sequence) else [engine]
         self._durability = durability
         self._describe = describe
+        self._striping = striping
+        self._advise = advise
         self._state = StoreState.CLOSED
-        self._ownership = Ownership(self.root)
+        self._ownerships: list[Ownership] = []
         self._parts: _Parts | None = None
+
+    @property
+    def roots(self) -> list[Path]:
+        """The directories by path: as configured, and once open all that the store has."""
+        if self._parts is not None:
+            return [path.root for path in self._parts.paths]
+        return [config.root for config in self._configs]
+
+    @property
+    def store_id(self) -> str:
+        """The same in all its manifests, and no other store's."""
+        return self._open_parts.commits.store_id
+
+    @property
+    def data_path(self) -> Path:
+        """The data file on the first path."""
+        return self.root / data_file_name(0)
 
     # Opening and closing.
 
     def create(self) -> None:
         """Makes an empty store and owns it.
 
-        `root` must be absent, empty, or what a run left that ended before its first commit.
+        Each directory must be absent, empty, or what a run left that ended before its first
+        commit.
 
         Raises:
             StoreError: Something else is there, or another process owns it.
         """
         self._require(StoreState.CLOSED, what="create")
-        self._check_replaceable()
-        created_in = (self.root, *_make_directories(self.root))
+        roots = [config.root for config in self._configs]
+        for root in roots:
+            _check_replaceable(root)
+        created_in = list(roots)
+        for root in roots:
+            created_in.extend(_make_directories(root))
         try:
-            self._ownership.acquire()
-            self._check_replaceable()  # it may have changed before the store was owned
-            self._delete_leftovers()
-            self._start(create=True)
-            self._open_parts.commits.start_empty(created_in)
+            self._own(roots)
+            for root in roots:
+                _check_replaceable(root)  # it may have changed before the store was owned
+                _delete_leftovers(root)
+            self._start(self._configs, creates=range(len(roots)), store_id=uuid.uuid4().hex)
+            self._open_parts.commits.start_empty(tuple(dict.fromkeys(created_in)))
         except BaseException:
             self.close()
             raise
@@ -137,21 +202,25 @@ class BlockStore:
     def open(self, *, read_only: bool = False) -> None:
         """Opens the newest complete commit and, unless `read_only`, owns the store.
 
+        Directories that the store does not have yet become new paths of it. A path that is not
+        asked for any more is still read and takes no new blocks.
+
         Raises:
             StoreError: There is no store or no commit, a newer `offload` wrote it, or another
                 process owns it.
-            CorruptStateError: No manifest is complete, or the data file lacks committed blocks.
+            CorruptStateError: No manifest is complete, or a data file lacks committed blocks.
         """
         wanted = StoreState.READ_ONLY if read_only else StoreState.WRITABLE
         if self._state is wanted:
             return
         self._require(StoreState.CLOSED, what="open")
-        read_newest_manifest(self.root)  # before anything is written where no store is
+        roots = [config.root for config in self._configs]
+        found = find_store(roots)  # before anything is written where no store is
         try:
             if not read_only:
-                self._ownership.acquire()
-                ManifestFiles(self.root).delete_temporaries()
-            self._recover(read_newest_manifest(self.root), read_only=read_only)
+                self._own([root for root in found.roots if root is not None])
+                found = find_store(roots)
+            self._recover(found, read_only=read_only)
         except BaseException:
             self.close()
             raise
@@ -167,9 +236,12 @@ class BlockStore:
         try:
             if parts is not None:
                 parts.transfers.wait_all()
-                parts.data.close()
+                for path in parts.paths:
+                    path.data.close()
         finally:
-            self._ownership.release()
+            ownerships, self._ownerships = self._ownerships, []
+            for ownership in reversed(ownerships):
+                ownership.release()
 
     # Records.
 
@@ -188,17 +260,34 @@ class BlockStore:
         """
         return self._open_parts.versions.current(record).num_bytes
 
-    def block_offset(self, record: str, block: int) -> int:
-        """Returns where in the data file block number `block` of a record is now."""
+    def block_place(self, record: str, block: int, *, checkpoint: str | None = None) -> BlockPlace:
+        """Returns where block number `block` of a record, or of a checkpoint's, lies now."""
         at = block
-        for extent in self._open_parts.versions.current(record).extents:
+        parts = self._open_parts
+        if checkpoint is None:
+            version = parts.versions.current(record)
+        else:
+            version = parts.versions.checkpoint(checkpoint)[record]
+        for extent in version.extents:
             if at < extent.num_blocks:
-                return (extent.first_block + at) * self.block_bytes
+                return BlockPlace(
+                    root=parts.paths[extent.path_index].root,
+                    file=data_file_name(extent.path_index),
+                    offset=(extent.first_block + at) * self.block_bytes,
+                )
             at -= extent.num_blocks
         raise ConfigError(
             f"record `{record}` has no block {block}: expected one of its {block - at}; "
             "ask for a block within it"
         )
+
+    def bytes_by_path(self, record: str) -> dict[Path, int]:
+        """Returns the bytes of a record's blocks on each path that has some."""
+        parts, found = self._open_parts, dict[Path, int]()
+        for extent in parts.versions.current(record).extents:
+            root = parts.paths[extent.path_index].root
+            found[root] = found.get(root, 0) + extent.num_blocks * self.block_bytes
+        return found
 
     def write(
         self,
@@ -239,6 +328,7 @@ class BlockStore:
         offset: int = 0,
         num_bytes: int | None = None,
         priority: Priority = Priority.NEEDED,
+        checkpoint: str | None = None,
     ) -> StoreTicket:
         """Starts reading the current version of a record; `wait` verifies each block.
 
@@ -251,6 +341,7 @@ class BlockStore:
             offset: First byte, a multiple of `block_bytes`.
             num_bytes: To the record's end by default; else whole blocks.
             priority: Among the engine's transfers.
+            checkpoint: Reads the version that a checkpoint keeps.
 
         Raises:
             StoreError: There is no such record. From `wait`, of a read-only store: its owner has
@@ -259,7 +350,12 @@ class BlockStore:
         Ownership: `into` belongs to the store until `wait` has returned.
         """
         return self._open_parts.transfers.read(
-            record, into, offset=offset, num_bytes=num_bytes, priority=priority
+            record,
+            into,
+            offset=offset,
+            num_bytes=num_bytes,
+            priority=priority,
+            checkpoint=checkpoint,
         )
 
     def discard(self, record: str) -> None:
@@ -280,9 +376,9 @@ class BlockStore:
     def commit(self, head: Mapping[str, object]) -> CommitReport:
         """Makes the current versions, with `head`, what a restart finds.
 
-        In this order: sync the data file, sync directories in which files were made, write the
-        manifest under a temporary name, sync it, rename it, sync the directory; then, and only
-        then, blocks of older versions may be reused.
+        In this order: sync the data files, sync directories in which files were made, write the
+        manifest under a temporary name on each path, and on one path after the other sync it,
+        rename it, sync the directory; then, and only then, blocks of older versions may be reused.
 
         Args:
             head: Whatever JSON can express; `schema` and `committed_at` are added.
@@ -301,6 +397,59 @@ class BlockStore:
             )
         return self._open_parts.commits.commit(head)
 
+    # Checkpoints: commits with a name, which keep their blocks.
+
+    def checkpoints(self) -> dict[str, dict[str, Any]]:
+        """Returns the head of each checkpoint by name, oldest first."""
+        return self._open_parts.commits.checkpoint_heads()
+
+    def save(self, name: str) -> None:
+        """Names the last commit; an older checkpoint of that name is replaced. Copies no block.
+
+        Raises:
+            ConfigError: The name has other characters than letters, digits and `._+-`.
+            StoreError: There is no commit yet.
+            StorageError: As from `commit`.
+        """
+        self._require(StoreState.WRITABLE, what="save a checkpoint in")
+        require_checkpoint_name(name)
+        self._open_parts.commits.save(name)
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Deletes a checkpoint, whose blocks become free.
+
+        Raises:
+            StoreError: There is none of that name.
+            StorageError: It could not be deleted everywhere: its blocks are kept.
+        """
+        self._require(StoreState.WRITABLE, what="delete a checkpoint of")
+        self._open_parts.commits.delete_checkpoint(name)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Makes the versions of a checkpoint current and returns its head.
+
+        The last commit stays what a restart finds until the next one.
+
+        Raises:
+            StoreError: There is none of that name.
+        """
+        parts = self._open_parts
+        head = parts.commits.checkpoint_heads().get(name)
+        versions = parts.versions.checkpoint(name)
+        assert head is not None, "a checkpoint that keeps versions has a head"
+        parts.transfers.wait_all()
+        parts.versions.restore(versions)
+        return head
+
+    def checkpoint_records(self, name: str) -> dict[str, Version]:
+        """Returns what a checkpoint keeps, by record name."""
+        return self._open_parts.versions.checkpoint(name)
+
+    def current_records(self) -> dict[str, Version]:
+        """Returns the current versions by record name."""
+        parts = self._open_parts
+        return {record: parts.versions.current(record) for record in parts.versions.records()}
+
     def stats(self) -> StoreStats:
         """Returns the counters."""
         parts = self._open_parts
@@ -308,13 +457,33 @@ class BlockStore:
             read_bytes=parts.transfers.read_bytes,
             write_bytes=parts.transfers.write_bytes,
             commit_bytes=parts.commits.commit_bytes,
+            checkpoint_read_bytes=parts.transfers.checkpoint_read_bytes,
             live_bytes=parts.versions.num_taken_blocks * self.block_bytes,
             file_bytes=parts.versions.num_blocks * self.block_bytes,
+            paths=tuple(self._path_stats(parts, path) for path in parts.paths),
+        )
+
+    def _path_stats(self, parts: "_Parts", path: OpenPath) -> PathStats:
+        read_bytes, write_bytes = parts.transfers.bytes_on(path.index)
+        return PathStats(
+            root=path.root,
+            use=path.use.value,
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
+            live_bytes=parts.versions.num_taken_on(path.index) * self.block_bytes,
+            round_trip_bytes_per_s=parts.rates.round_trip_bytes_per_s(path.index),
         )
 
     # Steps of opening.
 
-    def _recover(self, manifest: Manifest, *, read_only: bool) -> None:
+    def _own(self, roots: Sequence[Path]) -> None:
+        for root in roots:
+            ownership = Ownership(root)
+            ownership.acquire()
+            self._ownerships.append(ownership)
+
+    def _recover(self, found: FoundStore, *, read_only: bool) -> None:
+        manifest = found.manifest
         if manifest.block_bytes != self.block_bytes:
             _log.warning(
                 "store `%s` keeps its blocks of %s; %s was asked for and applies to new stores",
@@ -323,42 +492,109 @@ class BlockStore:
                 format_size(self.block_bytes),
             )
             self.block_bytes = manifest.block_bytes
-        self._start(read_only=read_only)
-        parts = self._open_parts
-        if read_only:  # what is missing shows when it is read, so that all else can be
-            parts.versions.grow(_end_block(manifest))
-        else:
-            self._check_not_truncated(manifest, parts.data.num_blocks())
-        parts.versions.load(manifest.records)
-        parts.commits.start_after(manifest.sequence, manifest.head)
+        self._require_readable(found)
+        configs = self._configs_of(found, read_only=read_only)
+        added = range(manifest.num_paths, len(configs))
+        created_in: list[Path] = []
+        for index in added:
+            _check_replaceable(configs[index].root)
+            created_in.extend((configs[index].root, *_make_directories(configs[index].root)))
+        self._own([configs[index].root for index in added])
+        for index in added:
+            _delete_leftovers(configs[index].root)
+        self._start(
+            configs,
+            creates=added,
+            read_only=read_only,
+            store_id=manifest.store_id or uuid.uuid4().hex,
+        )
+        self._load(manifest, created_in=tuple(created_in), read_only=read_only)
+        if not read_only:
+            self._settle_paths(found)
 
-    def _start(self, *, create: bool = False, read_only: bool = False) -> None:
-        data = DataFile(self.root, path_index=_PATH_INDEX, block_bytes=self.block_bytes)
-        data.open(create=create, read_only=read_only)
-        self.alignment = max(_LEAST_ALIGNMENT, data.file.alignment)
-        versions = VersionTable(block_bytes=self.block_bytes, num_blocks=data.num_blocks())
-        commits = Commits(
-            self.root,
-            engine=self._engine,
-            data=data,
-            versions=versions,
-            block_bytes=self.block_bytes,
-        )
-        self._parts = _Parts(
-            data=data,
-            versions=versions,
-            transfers=RecordTransfers(
-                engine=self._engine,
-                data=data,
-                versions=versions,
-                block_bytes=self.block_bytes,
-                alignment=self.alignment,
-                capacity_bytes=self._capacity_bytes,
-                describe=self._describe,
-                is_superseded=lambda: read_only and commits.is_superseded(),
-            ),
-            commits=commits,
-        )
+    def _load(self, manifest: Manifest, *, created_in: tuple[Path, ...], read_only: bool) -> None:
+        parts = self._open_parts
+        for path in parts.paths:
+            if read_only:  # what is missing shows when it is read, so that all else can be
+                parts.versions.grow(path.index, manifest.end_block(path.index))
+            else:
+                self._check_not_truncated(manifest, path)
+        parts.versions.load(manifest.records)
+        checkpoints: dict[str, Manifest] = {}
+        for name, kept in _read_checkpoints(parts.paths, manifest).items():
+            try:
+                for path in parts.paths:
+                    if read_only:
+                        parts.versions.grow(path.index, kept.end_block(path.index))
+                parts.versions.load_checkpoint(name, kept.records)
+                checkpoints[name] = kept
+            except CorruptStateError as error:
+                _log.warning("%s", error)
+        parts.commits.start_after(manifest, checkpoints=checkpoints, created_in=created_in)
+
+    def _configs_of(self, found: FoundStore, *, read_only: bool) -> list[StorePath]:
+        """Returns the configuration of each path: what was asked for, or where it is."""
+        asked = {config.root: config for config in self._configs}
+        configs = []
+        for index in range(found.manifest.num_paths):
+            root = found.directory(index)
+            configs.append(asked.pop(root) if root in asked else StorePath(root=root))
+        known = {config.root.resolve() for config in configs}
+        new = [config for config in asked.values() if config.root.resolve() not in known]
+        # A directory that is asked for and has none of the store's data files is a new path.
+        return configs if read_only else configs + new
+
+    def _settle_paths(self, found: FoundStore) -> None:
+        """Deletes what unfinished commits left, and leaves out the paths not asked for any more."""
+        asked = {config.root.resolve() for config in self._configs}
+        for path in self._open_parts.paths:
+            path.manifests.delete_temporaries()
+            if path.index < found.manifest.num_paths and path.root.resolve() not in asked:
+                path.use = PathUse.LEFT_OUT
+                _log.warning(
+                    "path `%s` of store `%s` is not asked for any more: it takes no new blocks, "
+                    "what is on it is still read",
+                    path.root,
+                    self.root,
+                )
+
+    def _require_readable(self, found: FoundStore) -> None:
+        for index, root in enumerate(found.roots):
+            if root is None and found.manifest.uses(index):
+                where = found.directory(index)
+                used = sum(
+                    any(extent.path_index == index for extent in version.extents)
+                    for version in found.manifest.records.values()
+                )
+                advice = self._advise() if self._advise is not None else ""
+                raise CorruptStateError(
+                    f"cannot open store `{self.root}`: data file `{where / data_file_name(index)}` "
+                    f"is missing: expected it, as {used} of {len(found.manifest.records)} records "
+                    "have blocks there; mount the path again or restore the file from a copy, "
+                    f"else these records are lost{'; ' + advice if advice else ''}"
+                )
+
+    def _start(
+        self,
+        configs: Sequence[StorePath],
+        *,
+        creates: Sequence[int],
+        store_id: str,
+        read_only: bool = False,
+    ) -> None:
+        paths: list[OpenPath] = []
+        try:
+            for index, config in enumerate(configs):
+                data = DataFile(config.root, path_index=index, block_bytes=self.block_bytes)
+                data.open(create=index in creates, read_only=read_only)
+                engine = self._engines[min(index, len(self._engines) - 1)]
+                paths.append(OpenPath(config, index=index, engine=engine, data=data))
+        except BaseException:
+            for path in paths:
+                path.data.close()
+            raise
+        self.alignment = max(_LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
+        self._parts = self._make_parts(paths, store_id=store_id, read_only=read_only)
         if self.block_bytes % self.alignment:
             raise StoreError(
                 f"cannot use store `{self.root}` on this device: expected blocks that are "
@@ -366,49 +602,49 @@ class BlockStore:
                 f"{self.block_bytes}; use larger blocks"
             )
 
-    def _check_not_truncated(self, manifest: Manifest, num_blocks: int) -> None:
+    def _make_parts(self, paths: list[OpenPath], *, store_id: str, read_only: bool) -> "_Parts":
+        versions = VersionTable(
+            block_bytes=self.block_bytes, num_blocks=[path.data.num_blocks() for path in paths]
+        )
+        commits = Commits(paths, versions=versions, block_bytes=self.block_bytes, store_id=store_id)
+        rates = PathRates(
+            [path.engine.stats for path in paths],
+            live_bytes=lambda index: versions.num_taken_on(index) * self.block_bytes,
+        )
+        placement = Placement(
+            paths,
+            versions=versions,
+            striping=self._striping or resolve_striping("adaptive"),
+            rates=rates,
+            block_bytes=self.block_bytes,
+        )
+        transfers = RecordTransfers(
+            paths=paths,
+            versions=versions,
+            placement=placement,
+            rates=rates,
+            block_bytes=self.block_bytes,
+            alignment=self.alignment,
+            describe=self._describe,
+            is_superseded=lambda: read_only and commits.is_superseded(),
+            advise=self._advise or (lambda: ""),
+        )
+        return _Parts(
+            paths=paths, versions=versions, transfers=transfers, commits=commits, rates=rates
+        )
+
+    def _check_not_truncated(self, manifest: Manifest, path: OpenPath) -> None:
+        num_blocks = path.data.num_blocks()
         for record, version in manifest.records.items():
             for extent in version.extents:
-                if extent.end_block > num_blocks:
+                if extent.path_index == path.index and extent.end_block > num_blocks:
                     what = f" ({self._describe(record)})" if self._describe else ""
                     raise CorruptStateError(
-                        f"record `{record}`{what} is damaged: file `{self.data_path}` is "
+                        f"record `{record}`{what} is damaged: file `{path.data.path}` is "
                         f"truncated: expected at least {extent.end_block * self.block_bytes} "
                         f"bytes, found {num_blocks * self.block_bytes} in whole blocks; restore "
                         "the file from a copy or resume from another checkpoint"
                     )
-
-    def _check_replaceable(self) -> None:
-        """Checks that nothing in `root` is worth keeping or another's."""
-        try:
-            names = sorted(path.name for path in self.root.iterdir())
-        except FileNotFoundError:
-            return
-        except NotADirectoryError as error:
-            raise self._not_replaceable("a file") from error
-        if ManifestFiles(self.root).sequences():
-            raise StoreError(
-                f"cannot create store `{self.root}`: expected no commit there, found one; "
-                "open it (resume), or use another directory"
-            )
-        foreign = [name for name in names if not self._is_own(name)]
-        if foreign or (names and OWNER_FILE not in names):
-            raise self._not_replaceable(f"`{(foreign or names)[0]}`")
-
-    def _not_replaceable(self, found: str) -> StoreError:
-        return StoreError(
-            f"cannot create store `{self.root}`: expected no such directory, an empty one, or a "
-            f"store without a commit, found {found}; use another directory"
-        )
-
-    @staticmethod
-    def _is_own(name: str) -> bool:
-        return name in (OWNER_FILE, data_file_name(_PATH_INDEX)) or is_manifest_name(name)
-
-    def _delete_leftovers(self) -> None:
-        """Deletes what a run left that ended before its first commit."""
-        ManifestFiles(self.root).delete_temporaries()
-        self.data_path.unlink(missing_ok=True)
 
     @property
     def _open_parts(self) -> "_Parts":
@@ -430,10 +666,78 @@ class BlockStore:
 class _Parts:
     """What a store has from open to close."""
 
-    data: DataFile
+    paths: list[OpenPath]
     versions: VersionTable
     transfers: RecordTransfers
     commits: Commits
+    rates: PathRates
+
+
+def _check_distinct(roots: Sequence[Path]) -> None:
+    resolved = [root.resolve() for root in roots]
+    for root in roots:
+        if resolved.count(root.resolve()) > 1:
+            raise ConfigError(
+                f"cannot make a store with directory `{root}` twice: expected a directory of its "
+                "own on each path; name each path once"
+            )
+
+
+def _check_replaceable(root: Path) -> None:
+    """Checks that nothing in `root` is worth keeping or another's."""
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise _not_replaceable(root, "a file") from error
+    files = ManifestFiles(root)
+    if files.sequences() or files.checkpoint_names():
+        raise StoreError(
+            f"cannot create store `{root}`: expected no commit there, found one; "
+            "open it (resume), or use another directory"
+        )
+    foreign = [name for name in names if not _is_own(name)]
+    if foreign or (names and OWNER_FILE not in names):
+        raise _not_replaceable(root, f"`{(foreign or names)[0]}`")
+
+
+def _not_replaceable(root: Path, found: str) -> StoreError:
+    return StoreError(
+        f"cannot create store `{root}`: expected no such directory, an empty one, or a "
+        f"store without a commit, found {found}; use another directory"
+    )
+
+
+def _is_own(name: str) -> bool:
+    is_manifest = is_manifest_name(name) or is_checkpoint_file(name)
+    # The owner file has companions for a moment, see `heartbeat.silent_s`.
+    return name.startswith(OWNER_FILE) or is_manifest or is_data_file_name(name)
+
+
+def _delete_leftovers(root: Path) -> None:
+    """Deletes what a run left that ended before its first commit."""
+    ManifestFiles(root).delete_temporaries()
+    for path in root.iterdir():
+        if is_data_file_name(path.name):
+            path.unlink()
+
+
+def _read_checkpoints(paths: Sequence[OpenPath], newest: Manifest) -> dict[str, Manifest]:
+    """Returns the newest manifest of each checkpoint; damaged ones are left with a warning."""
+    found: dict[str, Manifest] = {}
+    for path in paths:
+        for name in path.manifests.checkpoint_names():
+            try:
+                manifest = path.manifests.read_checkpoint(name)
+            except (CorruptStateError, FileNotFoundError) as error:
+                _log.warning("%s; it is not loaded from there", error)
+                continue
+            if manifest.store_id != newest.store_id or manifest.block_bytes != newest.block_bytes:
+                _log.warning("checkpoint `%s` in `%s` is of another store", name, path.root)
+            elif name not in found or manifest.sequence > found[name].sequence:
+                found[name] = manifest
+    return found
 
 
 def _make_directories(root: Path) -> tuple[Path, ...]:
@@ -446,10 +750,3 @@ def _make_directories(root: Path) -> tuple[Path, ...]:
     for directory in reversed(missing):
         directory.mkdir(mode=0o700, exist_ok=True)
     return tuple(directory.parent for directory in missing)
-
-
-def _end_block(manifest: Manifest) -> int:
-    return max(
-        (extent.end_block for version in manifest.records.values() for extent in version.extents),
-        default=0,
-    )

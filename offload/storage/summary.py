@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.storage.manifest import SCHEMA
-from offload.storage.manifest_files import ManifestFiles, read_newest_manifest
+from offload.storage.opening import find_store, has_commit
 from offload.storage.ownership import OwnerRecord, live_owner
+
+__all__ = ["StoreSummary", "has_commit", "peek"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,27 +36,23 @@ def peek(root: Path) -> StoreSummary:
         StoreError: There is no store, or it has no commit yet.
         CorruptStateError: There are manifests and none is complete.
     """
-    manifest = read_newest_manifest(root)
+    found = find_store([root])
+    manifest = found.manifest
     versions = manifest.records.values()
-    num_blocks = sum(version.num_blocks for version in versions)
+    blocks = dict.fromkeys(range(manifest.num_paths), 0)
+    for version in versions:
+        for extent in version.extents:
+            blocks[extent.path_index] += extent.num_blocks
     return StoreSummary(
         root=root,
-        schema=SCHEMA,
+        schema=int(manifest.head.get("schema", SCHEMA)),
         sequence=manifest.sequence,
         block_bytes=manifest.block_bytes,
         head=manifest.head,
         num_records=len(manifest.records),
         num_bytes=sum(version.num_bytes for version in versions),
-        bytes_by_path={root: num_blocks * manifest.block_bytes},
+        bytes_by_path={
+            found.directory(index): count * manifest.block_bytes for index, count in blocks.items()
+        },
         owner=live_owner(root),
     )
-
-
-def has_commit(root: Path) -> bool:
-    """Returns whether `open` would find a complete commit at `root`: what `auto` resumes from.
-
-    Raises:
-        CorruptStateError: There are manifests and none is complete.
-        StoreError: A newer `offload` wrote the newest one.
-    """
-    return root.is_dir() and ManifestFiles(root).newest() is not None

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from offload.errors import OffloadError, StorageError
-from offload.storage.engine import Ticket
 from offload.storage.extents import Move
+from offload.storage.store_paths import PathTicket
 
 
 class StoreTicket:
@@ -23,21 +23,36 @@ class StoreTicket:
     def __init__(
         self,
         moves: Sequence[Move],
-        tickets: Sequence[Ticket],
+        tickets: Sequence[PathTicket],
         *,
         outcome: Callable[[Move, StorageError | None], OffloadError | None],
         settle: Callable[["StoreTicket", OffloadError | None], None],
+        retry: Callable[[Move, OffloadError], "StoreTicket | None"] | None = None,
     ) -> None:
+        """Stores its arguments.
+
+        Args:
+            moves: What is moved.
+            tickets: The transfers, one for each move.
+            outcome: Gives the error of a move, from that of its transfer or from what it brought.
+            settle: Called once, when all transfers are over.
+            retry: Starts the whole over after an error where that can help; else gives None.
+        """
         self._moves = moves
         self._tickets = tickets
         self._outcome = outcome
         self._settle = settle
+        self._retry = retry
+        self._replacement: StoreTicket | None = None
         self._lock = threading.Lock()
         self._is_settled = False
         self._error: OffloadError | None = None
+        self._failed: Move | None = None
 
     def done(self) -> bool:
         """Returns whether `wait` would return or raise without waiting for a transfer."""
+        if self._replacement is not None:
+            return self._replacement.done()
         return all(ticket.done() for ticket in self._tickets)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -56,7 +71,12 @@ class StoreTicket:
                 self._error = self._first_error()
                 self._is_settled = True
                 self._settle(self, self._error)
-        if self._error is not None:
+                if self._error is not None and self._retry is not None and self._failed:
+                    self._replacement = self._retry(self._failed, self._error)
+        if self._replacement is not None:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._replacement.wait(left_s)
+        elif self._error is not None:
             raise self._error
 
     def _first_error(self) -> OffloadError | None:
@@ -69,11 +89,12 @@ class StoreTicket:
             outcome = self._outcome(move, failure)
             if outcome is not None:
                 outcome.__cause__ = failure
+                self._failed = move
                 return outcome
         return None
 
     @staticmethod
-    def _wait_quietly(ticket: Ticket, deadline: float | None) -> None:
+    def _wait_quietly(ticket: PathTicket, deadline: float | None) -> None:
         """Waits for one transfer; its error is found again by `_first_error`, when all are over."""
         remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:

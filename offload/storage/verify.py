@@ -1,12 +1,13 @@
 """Reading back every block of a store and saying which are not what was written."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.errors import CorruptStateError, StorageError
 from offload.sizes import round_up
+from offload.storage.extents import Version
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
 
@@ -42,28 +43,39 @@ class VerifyReport:
         return not self.bad
 
 
-def verify(store: BlockStore) -> VerifyReport:
+Progress = Callable[[int, int], None]
+"""Told how many bytes of all are read."""
+
+
+def verify(store: BlockStore, *, progress: Progress | None = None) -> VerifyReport:
     """Reads every block of every current record of an open store; best one opened read-only.
+
+    Blocks that only a checkpoint keeps are read too.
 
     Raises:
         StoreError: Its owner has committed meanwhile and reused blocks: nothing can be said.
     """
-    records = store.records()
+    versions = _versions(store)
     return VerifyReport(
-        num_records=len(records),
-        num_bytes=sum(store.num_bytes(record) for record in records),
-        bad=list(bad_blocks(store)),
+        num_records=len(store.records()),
+        num_bytes=sum(kept.version.num_bytes for kept in versions),
+        bad=list(bad_blocks(store, progress=progress)),
     )
 
 
-def bad_blocks(store: BlockStore) -> Iterator[BadBlock]:
+def bad_blocks(store: BlockStore, *, progress: Progress | None = None) -> Iterator[BadBlock]:
     """Yields the bad blocks of an open store while it is being read."""
+    versions = _versions(store)
+    all_bytes, done_bytes = sum(kept.version.num_bytes for kept in versions), 0
     span_bytes = _SPAN_BLOCKS * store.block_bytes
     # Not closed here: tickets refer to the memory until they are collected.
     memory = memoryview(mmap.mmap(-1, _NUM_SPANS * span_bytes))
     slots = [memory[at : at + span_bytes] for at in range(0, len(memory), span_bytes)]
     window: list[_Reading] = []
-    for index, span in enumerate(_spans(store)):
+    for index, span in enumerate(_spans(versions, span_bytes)):
+        done_bytes += span.num_bytes
+        if progress is not None:
+            progress(done_bytes, all_bytes)
         if len(window) == _NUM_SPANS:
             yield from _finish(store, window.pop(0))
         window.append(_start(store, span, slots[index % _NUM_SPANS]))
@@ -76,8 +88,19 @@ class _Span:
     """Some neighbouring blocks of a record."""
 
     record: str
+    checkpoint: str | None
     offset: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A version to read."""
+
+    record: str
+    checkpoint: str | None
+    """None: the current version."""
+    version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +112,40 @@ class _Reading:
     ticket: StoreTicket
 
 
-def _spans(store: BlockStore) -> Iterator[_Span]:
-    span_bytes = _SPAN_BLOCKS * store.block_bytes
-    for record in store.records():
-        num_bytes = store.num_bytes(record)
+def _versions(store: BlockStore) -> list[_Kept]:
+    """Returns the current versions, and those that only checkpoints keep, each once."""
+    current = store.current_records()
+    found = [_Kept(record=r, checkpoint=None, version=v) for r, v in current.items()]
+    seen = {id(version) for version in current.values()}
+    for name in store.checkpoints():
+        for record, version in store.checkpoint_records(name).items():
+            if id(version) not in seen:
+                seen.add(id(version))
+                found.append(_Kept(record=record, checkpoint=name, version=version))
+    return found
+
+
+def _spans(versions: Sequence[_Kept], span_bytes: int) -> Iterator[_Span]:
+    for kept in versions:
+        num_bytes = kept.version.num_bytes
         for offset in range(0, num_bytes, span_bytes):
-            yield _Span(record=record, offset=offset, num_bytes=min(span_bytes, num_bytes - offset))
+            yield _Span(
+                record=kept.record,
+                checkpoint=kept.checkpoint,
+                offset=offset,
+                num_bytes=min(span_bytes, num_bytes - offset),
+            )
 
 
 def _start(store: BlockStore, span: _Span, slot: memoryview) -> _Reading:
     into = slot[: round_up(span.num_bytes, store.alignment)]
-    ticket = store.read(span.record, into, offset=span.offset, num_bytes=span.num_bytes)
+    ticket = store.read(
+        span.record,
+        into,
+        offset=span.offset,
+        num_bytes=span.num_bytes,
+        checkpoint=span.checkpoint,
+    )
     return _Reading(span=span, slot=slot, ticket=ticket)
 
 
@@ -112,6 +158,7 @@ def _finish(store: BlockStore, reading: _Reading) -> Iterator[BadBlock]:
         for at in range(0, span.num_bytes, store.block_bytes):
             block = _Span(
                 record=span.record,
+                checkpoint=span.checkpoint,
                 offset=span.offset + at,
                 num_bytes=min(store.block_bytes, span.num_bytes - at),
             )
@@ -124,11 +171,13 @@ def _find_bad(store: BlockStore, block: _Span, slot: memoryview) -> BadBlock | N
     try:
         _start(store, block, slot).ticket.wait()
     except (CorruptStateError, StorageError) as error:
+        index = block.offset // store.block_bytes
+        place = store.block_place(block.record, index, checkpoint=block.checkpoint)
         return BadBlock(
             record=block.record,
-            path=store.root,
-            file=store.data_path.name,
-            offset=store.block_offset(block.record, block.offset // store.block_bytes),
+            path=place.root,
+            file=place.file,
+            offset=place.offset,
             reason=str(error),
         )
     return None

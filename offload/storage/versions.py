@@ -1,33 +1,43 @@
 """Which versions of records a store has, and which blocks they keep.
 
 [Note: who keeps blocks] A version's blocks are free when nothing needs them: it is not current,
-the newest published manifest does not name it, nobody reads it and its write is over. Each of
-these is one reference. Superseding a version therefore frees its blocks at once if no commit
-published it, and otherwise when the next commit has been published.
+the newest published manifest does not name it, no checkpoint does, nobody reads it and its write is
+over. Each of these is one reference. Superseding a version therefore frees its blocks at once if no
+commit published it, and otherwise when the next commit has been published.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from offload.errors import StoreError
+from offload.errors import CorruptStateError, StoreError
 from offload.storage.allocator import BlockAllocator
-from offload.storage.extents import Version, num_blocks_for
+from offload.storage.extents import Extent, Version, num_blocks_for
 
 
 class VersionTable:
-    """Current and committed versions by record name, over the blocks of one data file.
+    """Current, committed and kept versions by record name, over the blocks of all paths.
 
     Decides only: no file is touched here.
 
     Concurrency: Any thread; a lock is held for short, pure work.
     """
 
-    def __init__(self, *, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, *, block_bytes: int, num_blocks: Sequence[int]) -> None:
+        """Stores its arguments.
+
+        Args:
+            block_bytes: Of the store.
+            num_blocks: That the data file of each path has now.
+        """
         self._lock = threading.Lock()
         self._block_bytes = block_bytes
-        self._allocator = BlockAllocator(num_blocks=num_blocks)
+        self._allocators = [
+            BlockAllocator(path_index=index, num_blocks=count)
+            for index, count in enumerate(num_blocks)
+        ]
         self._current: dict[str, Version] = {}
         self._committed: dict[str, Version] = {}
+        self._checkpoints: dict[str, dict[str, Version]] = {}
         self._newest_serial: dict[str, int] = {}  # what was last written to or said of a record
         self._next_serial = 1
 
@@ -35,11 +45,39 @@ class VersionTable:
         """Makes the versions of a manifest current and committed."""
         with self._lock:
             for version in records.values():
-                for extent in version.extents:
-                    self._allocator.take_exactly(extent)
+                self._take(version)
                 version.references += 2
             self._current = dict(records)
             self._committed = dict(records)
+
+    def load_checkpoint(self, name: str, records: Mapping[str, Version]) -> None:
+        """Keeps the versions of a checkpoint; call it after `load`.
+
+        Raises:
+            CorruptStateError: It claims blocks that another version has; nothing is kept for it.
+        """
+        with self._lock:
+            known = {
+                (record, version.num_bytes, version.extents): version
+                for versions in (self._committed, *self._checkpoints.values())
+                for record, version in versions.items()
+            }
+            kept: dict[str, Version] = {}
+            for record, version in records.items():
+                same = known.get((record, version.num_bytes, version.extents), version)
+                try:
+                    if same is version:
+                        self._take(version)
+                except StoreError as error:
+                    for taken in kept.values():
+                        self._drop_reference(taken)
+                    raise CorruptStateError(
+                        f"checkpoint `{name}` is damaged: record `{record}` claims blocks that "
+                        "another version has; load another checkpoint"
+                    ) from error
+                same.references += 1
+                kept[record] = same
+            self._checkpoints[name] = kept
 
     # What the store holds.
 
@@ -58,37 +96,67 @@ class VersionTable:
             StoreError: There is none.
         """
         with self._lock:
-            return self._require(record)
+            return self._require(record, self._current)
+
+    def checkpoint(self, name: str) -> dict[str, Version]:
+        """Returns the versions of a checkpoint, whose blocks stay until it is dropped.
+
+        Raises:
+            StoreError: There is no such checkpoint.
+        """
+        with self._lock:
+            return dict(self._require_checkpoint(name))
 
     @property
     def num_blocks(self) -> int:
-        return self._allocator.num_blocks
+        return sum(allocator.num_blocks for allocator in self._allocators)
 
     @property
     def num_taken_blocks(self) -> int:
-        return self._allocator.num_taken
+        return sum(allocator.num_taken for allocator in self._allocators)
+
+    def num_taken_on(self, path_index: int) -> int:
+        return self._allocators[path_index].num_taken
+
+    def lost_with(self, path_index: int) -> list[str]:
+        """Returns the current records of which something lies on a path."""
+        with self._lock:
+            return sorted(
+                record
+                for record, version in self._current.items()
+                if any(extent.path_index == path_index for extent in version.extents)
+            )
 
     # Writing: a version is allocated, then published or released.
 
-    def num_missing_blocks(self, num_bytes: int) -> int:
-        """Returns how many free blocks are lacking for a version of `num_bytes`."""
+    def num_free_on(self, path_index: int) -> int:
+        """Returns how many blocks of a path's data file are free."""
         with self._lock:
-            needed = num_blocks_for(num_bytes, self._block_bytes)
-            return max(0, needed - self._allocator.num_free)
+            return self._allocators[path_index].num_free
 
-    def grow(self, num_blocks: int) -> None:
-        """Says that the data file now has `num_blocks` blocks."""
+    def grow(self, path_index: int, num_blocks: int) -> None:
+        """Says that the data file of a path now has `num_blocks` blocks."""
         with self._lock:
-            self._allocator.grow(num_blocks)
+            self._allocators[path_index].grow(num_blocks)
 
-    def try_allocate(self, num_bytes: int) -> Version | None:
-        """Returns a new version in blocks that nothing needs, None where too few are free."""
+    def try_allocate(self, num_bytes: int, counts: Sequence[int]) -> Version | None:
+        """Returns a new version in blocks that nothing needs, None where too few are free.
+
+        Args:
+            num_bytes: Of the version.
+            counts: Its blocks by path.
+        """
+        assert sum(counts) == num_blocks_for(num_bytes, self._block_bytes)
         with self._lock:
-            extents = self._allocator.try_take(num_blocks_for(num_bytes, self._block_bytes))
-            if extents is None:
-                return None
+            extents: list[Extent] = []
+            for allocator, count in zip(self._allocators, counts, strict=True):
+                taken = allocator.try_take(count)
+                if taken is None:
+                    self._release(extents)
+                    return None
+                extents.extend(taken)
             version = Version(
-                num_bytes=num_bytes, extents=extents, serial=self._next_serial, references=1
+                num_bytes=num_bytes, extents=tuple(extents), serial=self._next_serial, references=1
             )
             self._next_serial += 1
             return version
@@ -108,22 +176,22 @@ class VersionTable:
     def discard(self, record: str) -> None:
         """Drops the record from the current versions; a write in flight does not revive it."""
         with self._lock:
+            self._supersede(record)
             version = self._current.pop(record, None)
-            self._newest_serial[record] = self._next_serial
-            self._next_serial += 1
             if version is not None:
                 self._drop_reference(version)
 
     # Reading.
 
-    def hold(self, record: str) -> Version:
-        """Returns the current version, whose blocks stay until `release`.
+    def hold(self, record: str, *, checkpoint: str | None = None) -> Version:
+        """Returns the current version, or a checkpoint's; its blocks stay until `release`.
 
         Raises:
             StoreError: There is none.
         """
         with self._lock:
-            version = self._require(record)
+            among = self._current if checkpoint is None else self._require_checkpoint(checkpoint)
+            version = self._require(record, among)
             version.references += 1
             return version
 
@@ -154,16 +222,76 @@ class VersionTable:
             for version in versions.values():
                 self._drop_reference(version)
 
-    def _require(self, record: str) -> Version:
-        version = self._current.get(record)
+    # Checkpoints.
+
+    def begin_checkpoint(self) -> dict[str, Version]:
+        """Returns the committed versions, whose blocks stay until it is decided."""
+        with self._lock:
+            for version in self._committed.values():
+                version.references += 1
+            return dict(self._committed)
+
+    def finish_checkpoint(self, name: str, versions: dict[str, Version]) -> None:
+        """Says that `versions` have the name; what had it before is no longer needed."""
+        with self._lock:
+            superseded = self._checkpoints.get(name, {})
+            self._checkpoints[name] = versions
+            for version in superseded.values():
+                self._drop_reference(version)
+
+    def drop_checkpoint(self, name: str) -> None:
+        """Says that a checkpoint is gone for good."""
+        with self._lock:
+            for version in self._checkpoints.pop(name, {}).values():
+                self._drop_reference(version)
+
+    def restore(self, versions: Mapping[str, Version]) -> None:
+        """Makes the versions of a checkpoint current; writes in flight do not come after it."""
+        with self._lock:
+            for version in versions.values():
+                version.references += 1
+            superseded, self._current = self._current, dict(versions)
+            for record in superseded.keys() | versions.keys():
+                self._supersede(record)
+            for version in superseded.values():
+                self._drop_reference(version)
+
+    def _supersede(self, record: str) -> None:
+        self._newest_serial[record] = self._next_serial
+        self._next_serial += 1
+
+    def _take(self, version: Version) -> None:
+        taken: list[Extent] = []
+        for extent in version.extents:
+            try:
+                self._allocators[extent.path_index].take_exactly(extent)
+            except StoreError:
+                self._release(taken)
+                raise
+            taken.append(extent)
+
+    def _require(self, record: str, among: Mapping[str, Version]) -> Version:
+        version = among.get(record)
         if version is None:
             raise StoreError(
-                f"no record `{record}`: expected one of {len(self._current)} records, found "
+                f"no record `{record}`: expected one of {len(among)} records, found "
                 "none of that name; write it first"
             )
         return version
 
+    def _require_checkpoint(self, name: str) -> dict[str, Version]:
+        if name not in self._checkpoints:
+            raise StoreError(
+                f"no checkpoint `{name}`: expected one of {sorted(self._checkpoints)}, found none "
+                "of that name; `offload inspect` lists them"
+            )
+        return self._checkpoints[name]
+
     def _drop_reference(self, version: Version) -> None:
         version.references -= 1
         if version.references == 0:
-            self._allocator.release(version.extents)
+            self._release(version.extents)
+
+    def _release(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            self._allocators[extent.path_index].release((extent,))

@@ -58,6 +58,12 @@ class Adoption:
                 memory = memory_of(records[record.name])
                 store.read(state_key(record), memory).wait()
 
+    def read_parameters(self) -> None:
+        """Reads every resident flat shard from the store, in place."""
+        assert self._state.parameters is not None
+        for shard in self._state.layout.shards.values():
+            self._read_shard(shard, self._state.parameters[shard.name])
+
     def make_stored(self, slots: SlotPool) -> None:
         """Writes every unit to the store through a slot; parameters become placeholders."""
         for index, unit in enumerate(self._state.layout.units):

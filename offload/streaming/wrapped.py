@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
+from offload.streaming.rollback import read_back
 from offload.streaming.tier import StoredUnits
 from offload.streaming.unit import StreamedUnit
 
@@ -239,6 +240,24 @@ class WrappedModel:
             ).to_json()
         )
 
+    def roll_back(self, load: Callable[[], CommitHead]) -> None:
+        """Goes back to what `load` makes current in the store, whatever was pending or failed."""
+        if self._residency is not None:
+            self._residency.evict_all()
+        point = load()
+        self._failure = None
+        self._window.drop_cached()
+        self._state.edited.clear()
+        self._state.dirty.clear()
+        read_back(self._state, self._parameters)
+        self.steps = dict(point.steps)
+        self.completed_steps = point.step
+        if self._store is not None:
+            ModelBuffers(self.model).read(self._store, point.buffers)
+        for parameter in self._parameters.values():
+            torch.autograd.graph.increment_version(parameter)
+        self._note_versions()
+
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
         self._require_whole("digest")
@@ -312,7 +331,12 @@ class WrappedModel:
 
     def _require_same_layout(self) -> None:
         stored = self._stored_layout()
-        if stored is not None and stored != self.layout:
+        if stored is not None:
+            self.require_layout(stored)
+
+    def require_layout(self, stored: ModelLayout) -> None:
+        """Raises StoreError unless `stored` is the layout of this model."""
+        if stored != self.layout:
             assert self._store is not None
             raise StoreError(
                 f"cannot resume from store `{self._store.root}`: expected the model that it "

@@ -9,7 +9,7 @@ from offload.config import load_config
 from offload.errors import ConfigError, CorruptStateError
 from offload.runs.inspection import inspect_store, verify_store
 from offload.runs.train import run_training
-from offload.storage.manifest_files import read_newest_manifest
+from offload.storage.opening import find_store
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 def damage(result, record):
     """Changes one byte in the middle of a stored record and returns where its block begins."""
     store = Path(result.store)
-    manifest = read_newest_manifest(store)
+    manifest = find_store([store]).manifest
     version = manifest.records[record]
     block = version.num_blocks // 2
     offset = version.extents[0].first_block + block  # small records have one extent
@@ -60,13 +60,13 @@ def test_inspect_gives_the_digest_of_the_run(run):
     assert by_run == by_store
     assert by_run.digest == run.state_digest
     assert (by_run.step, by_run.parameters) == (2, run.parameters)
-    assert by_run.records == len(read_newest_manifest(Path(run.store)).records)
+    assert by_run.records == len(find_store([Path(run.store)]).manifest.records)
     assert verify_store(Path(run.run_dir)).to_json()["ok"] is True
 
 
 @pytest.mark.parametrize("kind", ["parameter", "state"])
 def test_verify_names_record_parameter_file_and_offset_of_a_flipped_bit(run, kind):
-    names = read_newest_manifest(Path(run.store)).records
+    names = find_store([Path(run.store)]).manifest.records
     record = next(name for name in names if name.startswith(kind))
     offset = damage(run, record)
 

@@ -139,7 +139,9 @@ def test_no_whole_manifest_is_an_error_and_nothing_is_deleted(store):
 def test_every_flipped_data_block_names_record_and_file(store):
     blocks = {"a": 4, "b": 1, "c": 1}
     store.open(read_only=True)
-    places = {(r, i): store.block_offset(r, i) for r, count in blocks.items() for i in range(count)}
+    places = {
+        (r, i): store.block_place(r, i).offset for r, count in blocks.items() for i in range(count)
+    }
 
     for (record, block), offset in places.items():
         with store.data_path.open("r+b") as file:
@@ -165,7 +167,7 @@ def test_every_flipped_data_block_names_record_and_file(store):
 
 def test_a_truncated_data_file_names_record_and_file(store):
     store.open(read_only=True)
-    ends = [store.block_offset(record, 0) + BLOCK for record in LENGTHS]
+    ends = [store.block_place(record, 0).offset + BLOCK for record in LENGTHS]
     store.close()
     size = store.data_path.stat().st_size
 
@@ -193,7 +195,8 @@ def test_a_missing_data_file_is_named(store):
 def test_free_space_cut_off_the_end_does_not_matter(store):
     store.open(read_only=True)
     most = max(
-        store.block_offset(record, -(-length // BLOCK) - 1) for record, length in LENGTHS.items()
+        store.block_place(record, -(-length // BLOCK) - 1).offset
+        for record, length in LENGTHS.items()
     )
     store.close()
     with store.data_path.open("r+b") as file:

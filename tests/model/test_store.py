@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert report.sequence == self.num_commits
         self.committed = dict(self.current)
         self.committed_places = [
-            (self.store.block_offset(record, at // BLOCK), content[at : at + BLOCK])
+            (self.store.block_place(record, at // BLOCK).offset, content[at : at + BLOCK])
             for record, content in self.committed.items()
             for at in range(0, len(content), BLOCK)
         ]

@@ -31,6 +31,7 @@ OPTIONS = {
     "offload plan": {"--machine", "--json"},
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
+    "offload clean": {"--delete", "--json"},
     "offload doctor": {"--json"},
     "offload bench": set(),
     "offload bench optim": {
@@ -58,6 +59,18 @@ OPTIONS = {
         "--sustained",
         "--max-bytes",
         "--plot",
+        "--json",
+    },
+    "offload bench update": {
+        "--parameters",
+        "--path",
+        "--host-memory",
+        "--codec",
+        "--order",
+        "--striping",
+        "--compute-s",
+        "--steps",
+        "--commit-every",
         "--json",
     },
     "offload config": set(),
@@ -342,7 +355,7 @@ def test_verify_exits_with_1_where_it_finds_bad_blocks(tmp_path, monkeypatch, ca
         "reason": "checksum",
     }
     values = {"records": 2, "bytes": 4096, "bad": [] if ok else [bad], "ok": ok}
-    monkeypatch.setattr(offload.runs.inspection, "verify_store", lambda _: Result(values))
+    monkeypatch.setattr(offload.runs.inspection, "verify_store", lambda _, progress: Result(values))
 
     code = run(["verify", str(tmp_path), "--json"])
 

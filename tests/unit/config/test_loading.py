@@ -51,7 +51,7 @@ def test_a_file_gives_values_defaults_and_sizes_in_bytes(tmp_path):
     assert config.model.layers == 2
     assert config.train.batch == 2
     assert config.tiers.host.memory == 3 * 2**29
-    assert config.tiers.storage.capacity == 2 * 10**12
+    assert config.tiers.storage.capacity_of(0) == 2 * 10**12
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.policy.order == "sequential"
 
@@ -209,3 +209,20 @@ def test_toml_keeps_infinity_and_refuses_other_types():
 
     with pytest.raises(TypeError, match="Path"):
         format_toml({"a": Path(os.sep)})
+
+
+def test_a_path_has_its_own_capacity_and_rate_limit_or_that_of_all():
+    tier = build_config(
+        {},
+        overrides={
+            "tiers.host.memory": "1GiB",
+            "tiers.storage.paths": ["/a", "/b"],
+            "tiers.storage.capacity": ["1TB", "free"],
+            "tiers.storage.rate_limit": "200MB",
+            "tiers.storage.commit_every": "10min",
+        },
+    ).tiers.storage
+
+    assert [tier.capacity_of(0), tier.capacity_of(1)] == [10**12, None]
+    assert [tier.rate_limit_of(0), tier.rate_limit_of(1)] == [200_000_000, 200_000_000]
+    assert tier.commit_every == "10min"

@@ -73,13 +73,8 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
     [
         ("tiers.device.kind", "cuda"),
         ("tiers.device.memory", "1GiB"),
-        ("tiers.storage.paths", ["/a", "/b"]),
         ("policy.parameters", "device"),
         ("policy.overlap", "forward"),
-        ("policy.striping", "adaptive"),
-        ("checkpoint.save_every", 10),
-        ("checkpoint.keep_last", 2),
-        ("checkpoint.drain", "/backup"),
     ],
 )
 def test_a_known_value_that_is_not_available_is_refused(key, value):
@@ -101,6 +96,20 @@ def test_a_known_value_that_is_not_available_is_refused(key, value):
         (
             {"tiers.storage.durability": "none", "tiers.storage.commit_every": 3},
             "`commit_every` must be 0",
+        ),
+        (
+            {"tiers.storage.paths": ["/a", "/b", "/c"], "tiers.storage.capacity": ["1TB", "free"]},
+            "`capacity` must have one value for all paths or one for each of 3, found 2",
+        ),
+        (
+            {"tiers.storage.paths": ["/a"], "tiers.storage.rate_limit": ["1MB", "none"]},
+            "`rate_limit` must have one value",
+        ),
+        ({"tiers.storage.commit_every": "10 minutes"}, "a time such as `90s`, `10min`"),
+        ({"policy.striping": "fastest"}, "policy.striping"),
+        (
+            {"tiers.storage.durability": "none", "checkpoint.save_every": 3},
+            'expected 0 with `tiers.storage.durability = "none"`',
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_the_format_is_what_the_document_says():
     """Written by hand from docs/state-format.md."""
     expected = bytes.fromhex(
         "4f46464c444d414e"  # magic "OFFLDMAN"
-        "01000000"  # schema
+        "02000000"  # schema
         "01000000"  # paths
         "e000000000000000"  # bytes of the file: 224
         "0300000000000000"  # sequence
@@ -118,10 +118,42 @@ def test_every_flipped_bit_is_detected():
 
 def test_a_newer_schema_is_refused_and_not_called_damage():
     data = bytearray(tiny_manifest())
-    data[8] = 2
+    data[8] = 3
 
-    with pytest.raises(StoreError, match="expected schema 1, found 2"):
+    with pytest.raises(StoreError, match="expected schema 2 or older, found 3"):
         decode_manifest(resealed(bytes(data)), name="m")
+
+
+def test_the_first_schema_is_still_read():
+    data = bytearray(tiny_manifest())
+    data[8] = 1
+
+    manifest = decode_manifest(resealed(bytes(data)), name="m")
+
+    assert (manifest.store_id, manifest.roots) == (None, ())
+    assert fields_of(manifest.records) == fields_of(tiny_records())
+
+
+def test_a_manifest_of_several_paths_says_where_they_are():
+    head = b'{"store":{"id":"abc","paths":["/a","/b"]}}'
+    data = encode_manifest({}, sequence=1, block_bytes=BLOCK, num_paths=2, head=head)
+
+    manifest = decode_manifest(data, name="m")
+
+    assert manifest.store_id == "abc"
+    assert [str(root) for root in manifest.roots] == ["/a", "/b"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"{}", b'{"store":1}', b'{"store":{"id":"a","paths":["/a"]}}', b'{"store":{"id":"a"}}',
+     b'{"store":{"id":1,"paths":["/a","/b"]}}', b'{"store":{"id":"a","paths":["/a",1]}}'],
+)  # fmt: skip
+def test_paths_without_their_directories_are_damage(head):
+    data = encode_manifest({}, sequence=1, block_bytes=BLOCK, num_paths=2, head=head)
+
+    with pytest.raises(CorruptStateError, match="`m` is damaged"):
+        decode_manifest(data, name="m")
 
 
 @settings(max_examples=300, deadline=None)
@@ -148,6 +180,8 @@ def test_a_sealed_manifest_with_wrong_numbers_gives_a_clear_error(seed):
     [
         (struct.pack("<QII", 5, 1, 0), struct.pack("<QII", 2, 1, 0), "block 2 twice"),
         (struct.pack("<QII", 5, 1, 0), struct.pack("<QII", 5, 1, 1), "does not exist"),
+        (struct.pack("<QII", 5, 1, 0), struct.pack("<QII", 1 << 60, 1, 0), "beyond what a file"),
+        (struct.pack("<QQ", 3, BLOCK), struct.pack("<QQ", 3, BLOCK + 1), "multiple of 4096"),
         (struct.pack("<QII", BLOCK + 1, 1, 2), struct.pack("<QII", BLOCK, 1, 2), "fit its size"),
         (b"a\xc3\xa9b", b"a\xff\xffb", "utf-8"),
         (b"a\xc3\xa9b", b"z\xc3\xa9b", "not in order"),

@@ -5,7 +5,8 @@ import pytest
 
 from offload.errors import CorruptStateError, StorageError, StoreError
 from offload.storage.manifest import encode_manifest
-from offload.storage.manifest_files import ManifestFiles, read_newest_manifest
+from offload.storage.manifest_files import ManifestFiles
+from offload.storage.opening import find_store
 
 
 def manifest_of(sequence):
@@ -24,7 +25,7 @@ def test_the_newest_is_found(tmp_path):
 
     assert files.sequences() == [10, 2, 1]
     assert files.newest().sequence == 10
-    assert read_newest_manifest(tmp_path).sequence == 10
+    assert find_store([tmp_path]).manifest.sequence == 10
 
 
 def test_a_staged_manifest_is_not_found(tmp_path):
@@ -64,9 +65,9 @@ def test_one_under_another_name_is_damaged(tmp_path):
 def test_no_manifest_is_no_damage(tmp_path):
     assert ManifestFiles(tmp_path).newest() is None
     with pytest.raises(StoreError, match="no complete commit"):
-        read_newest_manifest(tmp_path)
+        find_store([tmp_path])
     with pytest.raises(StoreError, match="no store"):
-        read_newest_manifest(tmp_path / "absent")
+        find_store([tmp_path / "absent"])
 
 
 def test_old_ones_are_deleted(tmp_path):

@@ -500,7 +500,7 @@ def test_head_is_what_was_committed(store, engine):
 
     report = store.commit({"step": 3, "layout": {"w": [1, 2]}, "shape": (1, 2)})
 
-    expected = {"step": 3, "layout": {"w": [1, 2]}, "shape": [1, 2], "schema": 1}
+    expected = {"step": 3, "layout": {"w": [1, 2]}, "shape": [1, 2], "schema": 2}
     head = store.head
     assert head.pop("committed_at") > 1.7e9
     assert head == expected
@@ -576,7 +576,7 @@ def test_peek_takes_nothing_and_changes_nothing(store):
     summary = peek(store.root)
 
     assert has_commit(store.root)
-    assert (summary.schema, summary.sequence, summary.block_bytes) == (1, 1, BLOCK)
+    assert (summary.schema, summary.sequence, summary.block_bytes) == (2, 1, BLOCK)
     assert (summary.num_records, summary.num_bytes) == (2, BLOCK + 1)
     assert summary.bytes_by_path == {store.root: 2 * BLOCK}
     assert summary.head["step"] == 7

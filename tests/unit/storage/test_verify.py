@@ -79,3 +79,21 @@ def test_listing_may_stop_early(store):
 
     assert isinstance(first, BadBlock)
     assert first.record == "a"
+
+
+def test_blocks_that_only_a_checkpoint_keeps_are_checked_and_progress_is_told(store):
+    """The store has records `a` and `b`, committed."""
+    store.close()
+    store.open()
+    store.save("kept")
+    before = store.block_place("a", 0)
+    memory = memoryview(mmap.mmap(-1, BLOCK))
+    store.write("a", memory, num_bytes=5).wait()
+    store.commit({})
+    flip(store.data_path, before.offset)
+    told = []
+
+    report = verify(store, progress=lambda done, total: told.append((done, total)))
+
+    assert [(bad.record, bad.offset) for bad in report.bad] == [("a", before.offset)]
+    assert told[-1] == (report.num_bytes, report.num_bytes)

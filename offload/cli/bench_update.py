@@ -1,0 +1,106 @@
+"""The command `offload bench update`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from offload.cli.figures import format_figure
+from offload.cli.output import Output, Result
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
+]
+_FIGURES = (
+    ("update", "update_s"),
+    ("    its bound", "update_bound_s"),
+    ("    achieved/bound", "update_achieved_over_bound"),
+    ("step", "step_s"),
+    ("    achieved/bound", "achieved_over_bound"),
+    ("read per step", "read_bytes_per_step"),
+    ("    by the formula", "formula_read_bytes_per_step"),
+    ("written per step", "write_bytes_per_step"),
+    ("    by the formula", "formula_write_bytes_per_step"),
+    ("cache hit rate", "cache_hit_rate"),
+    ("parameters/s", "parameters_per_s"),
+    ("commit", "commit_s"),
+    ("state digest", "state_digest"),
+)
+
+
+def update(
+    context: typer.Context,
+    parameters: Annotated[
+        str, typer.Option(metavar="N", help="Number of parameters, such as 1e8.")
+    ],
+    path: Annotated[
+        list[Path], typer.Option(metavar="DIR", help="A directory on a drive; once for each.")
+    ],
+    host_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For parameters, gradients, window and cache.")
+    ],
+    codec: Annotated[str, typer.Option(help="split or fp32.")] = "split",
+    order: Annotated[str, typer.Option(help="Which record is updated next.")] = "sequential",
+    striping: Annotated[
+        str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")
+    ] = "adaptive",
+    compute_s: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that stand for forward and backward.")
+    ] = 0.0,
+    steps: Annotated[int, typer.Option(help="Measured, after two that are not.")] = 5,
+    commit_every: Annotated[int, typer.Option(help="Steps between commits; 0: none.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the update phase with the state on storage."""
+    output: Output = context.obj
+    output.as_json = as_json
+    from offload.bench.update import UpdateOptions, bench_update
+    from offload.errors import ConfigError
+    from offload.sizes import parse_size
+
+    try:
+        options = UpdateOptions(
+            parameters=int(float(parameters)),
+            paths=path,
+            host_memory_bytes=parse_size(host_memory),
+            codec=codec,
+            order=order,
+            striping=striping,
+            compute_s=compute_s,
+            steps=steps,
+            commit_every=commit_every,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot measure updates with `--parameters` {parameters} and `--host-memory` "
+            f"{host_memory}: {error}; correct them"
+        ) from error
+    console = output.progress_console()
+    report = bench_update(
+        options,
+        on_step=lambda number, step: console.print(
+            f"step {number}: update {step.update_s:.3f} s", soft_wrap=True
+        ),
+    )
+    output.show(report, render_update)
+
+
+def render_update(console: Console, result: Result) -> None:
+    """Prints the medians, and what each path moved."""
+    values = result.to_json()
+    table = Table("", "", show_header=False)
+    for label, key in _FIGURES:
+        table.add_row(label, format_figure(key, values[key]))
+    console.print("update phase", style="bold")
+    console.print(table)
+    paths = Table("path", "read", "written")
+    for moved in values["paths"]:
+        paths.add_row(
+            moved["path"],
+            format_figure("read_bytes", moved["read_bytes"]),
+            format_figure("write_bytes", moved["write_bytes"]),
+        )
+    console.print("paths, all measured steps", style="bold")
+    console.print(paths)

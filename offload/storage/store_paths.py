@@ -1,0 +1,150 @@
+"""The storage paths of one store: what each may hold, and whether it still takes new blocks."""
+
+import errno
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from offload.errors import StorageError
+from offload.sizes import GIB, format_size
+from offload.storage.buffer import Buffer
+from offload.storage.data_file import DataFile
+from offload.storage.engine import EngineStats, Priority
+from offload.storage.file import StorageFile
+from offload.storage.manifest_files import ManifestFiles
+
+_log = logging.getLogger("offload.storage")
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A path that says one of these is full: what it has is kept, and it grows no more."""
+_MOST_MARGIN_BYTES = GIB
+_MARGIN_FRACTION = 100
+
+
+class PathTicket(Protocol):
+    """One transfer in flight; as `engine.Ticket`."""
+
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def done(self) -> bool: ...
+
+
+class PathEngine(Protocol):
+    """Carries out the transfers of a path; as `engine.Engine`."""
+
+    def read(
+        self, file: StorageFile, offset: int, into: Buffer, *, priority: Priority = Priority.NEEDED
+    ) -> PathTicket: ...
+
+    def write(
+        self,
+        file: StorageFile,
+        offset: int,
+        source: Buffer,
+        *,
+        priority: Priority = Priority.WRITE_BACK,
+    ) -> PathTicket: ...
+
+    def flush(self, file: StorageFile) -> None: ...
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePath:
+    """One directory of a store and what may be used of its path."""
+
+    root: Path
+    capacity_bytes: int | None = None
+    """The most that its data file may have; None: all free space but a margin."""
+    nominal_bytes_per_s: float | None = None
+    """Bytes in and out again each second by the machine's profile, where there is one."""
+
+
+class PathUse(Enum):
+    """Whether a path takes new blocks. It never goes back."""
+
+    OPEN = "in use"
+    """Its data file grows as needed."""
+    FULL = "full"
+    """Blocks that become free in its data file are used again; the file does not grow."""
+    LEFT_OUT = "left out"
+    """It cannot be written: nothing new goes there, what is there is read."""
+
+
+class OpenPath:
+    """One path of an open store.
+
+    Attributes:
+        needs_sync: Something was written there since its last sync.
+
+    Concurrency: `grow` by one thread at a time; the rest from any thread.
+    """
+
+    def __init__(
+        self, config: StorePath, *, index: int, engine: PathEngine, data: DataFile
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.engine = engine
+        self.data = data
+        self.manifests = ManifestFiles(config.root)
+        self.use = PathUse.OPEN
+        self.needs_sync = False
+        self._block_bytes = data.block_bytes
+
+    @property
+    def root(self) -> Path:
+        return self.config.root
+
+    def growable_blocks(self) -> int:
+        """Returns by how many blocks the data file may still grow."""
+        if self.use is not PathUse.OPEN:
+            return 0
+        status = os.fstatvfs(self.data.file.fd)
+        total_bytes = status.f_blocks * status.f_frsize
+        margin_bytes = min(_MOST_MARGIN_BYTES, total_bytes // _MARGIN_FRACTION)
+        free_bytes = status.f_bavail * status.f_frsize - margin_bytes
+        growable = max(0, free_bytes) // self._block_bytes
+        if self.config.capacity_bytes is None:
+            return growable
+        most = self.config.capacity_bytes // self._block_bytes
+        return max(0, min(growable, most - self.data.num_blocks()))
+
+    def grow(self, num_blocks: int) -> int:
+        """Adds at least `num_blocks` free blocks and returns how many the data file has now.
+
+        Raises:
+            StorageError: There is no room for them.
+        """
+        growable = self.growable_blocks()
+        return self.data.grow(
+            needed_blocks=num_blocks, most_blocks=self.data.num_blocks() + growable
+        )
+
+    def mark_full(self, reason: object) -> None:
+        """Says that the data file cannot grow any more."""
+        if self.use is PathUse.OPEN:
+            self.use = PathUse.FULL
+            _log.warning(
+                "path `%s` is full at %s: new blocks go to the other paths from now on (%s)",
+                self.root,
+                format_size(self.data.num_blocks() * self._block_bytes),
+                reason,
+            )
+
+    def leave_out(self, reason: object) -> None:
+        """Says that the path cannot be written."""
+        if self.use is not PathUse.LEFT_OUT:
+            self.use = PathUse.LEFT_OUT
+            _log.warning(
+                "path `%s` cannot be written and is left out from now on: the run goes on with "
+                "the other paths; what is on it is still read (%s)",
+                self.root,
+                reason,
+            )
+
+    def note_write_error(self, error: StorageError) -> None:
+        """Draws the consequence of a failed write: the path is left out."""
+        self.leave_out(error)

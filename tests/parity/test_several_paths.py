@@ -1,0 +1,58 @@
+"""Runs over several paths, under each striping, are the run on one path, bit for bit."""
+
+import pytest
+
+
+def dirs(tmp_path, *names):
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+    return tuple(str(tmp_path / name) for name in names)
+
+
+@pytest.mark.parametrize("striping", ["adaptive", "proportional", "modulo", "modulo:2:1", "single"])
+def test_every_striping_gives_the_bits_of_one_path(tmp_path, small_config, train, striping):
+    plain = train(small_config(train__steps=4), run_dir=tmp_path / "plain")
+
+    striped = train(
+        small_config(
+            train__steps=4,
+            tiers__storage__paths=list(dirs(tmp_path, "a", "b")),
+            policy__striping=striping,
+        ),
+        run_dir=tmp_path / "striped",
+    )
+
+    assert striped.losses == plain.losses
+    assert striped.state_digest == plain.state_digest
+    assert striped.read_bytes_per_step == plain.read_bytes_per_step
+    assert striped.write_bytes_per_step == plain.write_bytes_per_step
+
+
+def test_a_run_goes_on_over_other_paths(tmp_path, small_config, train):
+    plain = train(small_config(train__steps=6), run_dir=tmp_path / "plain")
+    a, b, c = dirs(tmp_path, "a", "b", "c")
+
+    for steps, paths in ((2, [a, b]), (4, [a, b, c]), (6, [b, c])):
+        last = train(
+            small_config(train__steps=steps, tiers__storage__paths=paths),
+            run_dir=tmp_path / "run",
+            resume="auto",
+        )
+
+    assert last.first_step == 5
+    assert last.state_digest == plain.state_digest
+
+
+def test_a_rate_limit_changes_no_bit(tmp_path, small_config, train):
+    plain = train(small_config(train__steps=2), run_dir=tmp_path / "plain")
+
+    limited = train(
+        small_config(
+            train__steps=2,
+            tiers__storage__paths=list(dirs(tmp_path, "a", "b")),
+            tiers__storage__rate_limit=["none", "200MB"],
+        ),
+        run_dir=tmp_path / "limited",
+    )
+
+    assert limited.state_digest == plain.state_digest

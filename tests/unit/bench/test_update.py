@@ -1,0 +1,118 @@
+"""A smoke run of `bench update`: its keys, its bytes and its bits."""
+
+import json
+
+import pytest
+
+from offload.bench.update import UpdateOptions, bench_update
+from offload.cli.app import run
+from offload.errors import ConfigError, PlanError
+from offload.plan.machine import Machine, PathRates
+
+KEYS = {
+    "update_s", "step_s", "read_bytes_per_step", "write_bytes_per_step",
+    "formula_read_bytes_per_step", "formula_write_bytes_per_step", "cache_hit_rate", "bound_s",
+    "achieved_over_bound", "update_bound_s", "update_achieved_over_bound", "parameters_per_s",
+    "paths", "state_digest",
+}  # fmt: skip
+PARAMETERS = 3 * (1 << 20) + 5
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch):
+    """Rates without a measurement, which takes seconds."""
+
+    def probe(directories, **_):
+        rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 5e8}
+        return Machine(
+            paths=tuple(PathRates(path=str(d), **rates) for d in directories),
+            copy_bytes_per_s=1e10,
+            update_parameters_per_s=1e9,
+        )
+
+    monkeypatch.setattr("offload.bench.update.probe_machine", probe)
+
+
+def paths_of(tmp_path, *names):
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    return paths
+
+
+def measure(paths, **options):
+    return bench_update(
+        UpdateOptions(
+            parameters=PARAMETERS, paths=paths, host_memory_bytes=40 << 20, steps=1, **options
+        )
+    )
+
+
+def test_the_command_prints_the_keys_and_leaves_nothing(tmp_path, capsys):
+    a, b = paths_of(tmp_path, "a", "b")
+
+    code = run(
+        ["bench", "update", "--parameters", str(PARAMETERS), "--path", str(a), "--path", str(b),
+         "--host-memory", "40MiB", "--steps", "2", "--compute-s", "0.01", "--json"]
+    )  # fmt: skip
+
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert set(found) >= KEYS
+    assert found["read_bytes_per_step"] == pytest.approx(10 * PARAMETERS, rel=0.01)
+    assert found["write_bytes_per_step"] == pytest.approx(10 * PARAMETERS, rel=0.01)
+    assert found["step_s"] >= found["update_s"] + 0.01
+    assert [moved["path"] for moved in found["paths"]] == [str(a), str(b)]
+    assert all(moved["write_bytes"] > 0 for moved in found["paths"])
+    assert list(a.iterdir()) == list(b.iterdir()) == []
+
+
+def test_no_choice_changes_the_state(tmp_path):
+    a, b = paths_of(tmp_path, "a", "b")
+
+    digests = {
+        measure([a]).state_digest,
+        measure([a, b]).state_digest,
+        measure([a, b], striping="modulo:2:1", commit_every=1).state_digest,
+        measure([a, b], striping="single", codec="fp32").state_digest,
+    }
+
+    assert len(digests) == 1
+
+
+def test_modulo_shares_by_its_ratio(tmp_path):
+    report = measure(paths_of(tmp_path, "a", "b"), striping="modulo:2:1")
+
+    first, second = (moved.write_bytes for moved in report.paths)
+    assert first > second > 0
+
+
+def test_commits_are_timed(tmp_path):
+    report = measure(paths_of(tmp_path, "a"), commit_every=1)
+
+    assert report.commit_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"paths": []}, "at least one `--path`"),
+        ({"parameters": 0}, "`--parameters` 0"),
+        ({"steps": 0}, "`--steps` 0"),
+        ({"codec": "lossy"}, "`--codec` lossy"),
+        ({"striping": "fastest"}, "policy.striping"),
+        ({"order": "random"}, "policy.order"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, text):
+    defaults = {"parameters": 10, "paths": [tmp_path], "host_memory_bytes": 1 << 20}
+
+    with pytest.raises(ConfigError, match=text):
+        bench_update(UpdateOptions(**(defaults | options)))
+
+
+def test_too_little_memory_is_refused_with_the_smallest(tmp_path):
+    with pytest.raises(PlanError, match="expected at least"):
+        bench_update(
+            UpdateOptions(parameters=PARAMETERS, paths=[tmp_path], host_memory_bytes=1 << 20)
+        )

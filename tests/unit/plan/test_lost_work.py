@@ -1,0 +1,54 @@
+import math
+
+import pytest
+
+from offload.plan.lost_work import LostWork
+from offload.plan.wear import wear
+
+
+def lost(commit_s, failures_s=86400.0):
+    return LostWork(commit_s=commit_s, recovery_s=30.0, mean_time_between_failures_s=failures_s)
+
+
+def test_the_best_interval_is_where_an_exact_model_has_its_least():
+    """Daly's full expectation, searched by brute force."""
+    commit_s, failures_s, restart_s = 20.0, 7200.0, 30.0
+
+    def total(interval_s):
+        return (
+            failures_s
+            * math.exp(restart_s / failures_s)
+            * math.expm1((interval_s + commit_s) / failures_s)
+            / interval_s
+        )
+
+    best_s = min(range(10, 3000), key=total)
+
+    assert lost(commit_s, failures_s).best_interval_s == pytest.approx(best_s, rel=0.01)
+
+
+def test_a_short_commit_gives_youngs_interval():
+    assert lost(0.01).best_interval_s == pytest.approx(math.sqrt(2 * 0.01 * 86400), rel=0.01)
+
+
+def test_a_commit_longer_than_machines_live_is_bounded():
+    assert lost(1000.0, failures_s=100.0).best_interval_s == 100.0
+
+
+def test_a_failure_costs_a_commit_half_an_interval_and_the_recovery():
+    assert lost(10.0).expected_s(600.0) == 10.0 + 300.0 + 30.0
+
+
+def test_wear_counts_days_of_the_drive_that_is_written_most():
+    worn = wear(
+        bytes_per_step=10**9, step_s=10.0, endurance_bytes=600 * 10**12, shares=(0.75, 0.25)
+    )
+
+    assert worn.bytes_per_day == 10**9 * 8640
+    assert worn.drive_days == pytest.approx(600e12 / (0.75 * 8.64e12))
+
+
+def test_what_is_not_known_is_none():
+    assert wear(bytes_per_step=5, step_s=None, endurance_bytes=10**12).bytes_per_day is None
+    assert wear(bytes_per_step=5, step_s=1.0, endurance_bytes=None).drive_days is None
+    assert wear(bytes_per_step=0, step_s=1.0, endurance_bytes=10**12).drive_days is None

@@ -1,0 +1,101 @@
+import pytest
+
+from offload.storage.engine import EngineStats
+from offload.storage.path_rates import PathRates
+
+
+class Paths:
+    """Two paths whose clock and counters the test moves."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.moved = [[0, 0], [0, 0]]
+        self.rates = PathRates(
+            [lambda i=i: EngineStats(read_bytes=self.moved[i][0], write_bytes=self.moved[i][1])
+             for i in range(2)],
+            clock_s=lambda: self.now_s,
+        )  # fmt: skip
+        self.rates.note()
+
+    def submit(self, path, *, read=0, write=0):
+        self.rates.note()
+        self.rates.submitted(path, read + write)
+
+    def move(self, seconds, *rates):
+        """Lets time pass while each path reads and writes so many bytes/s."""
+        self.now_s += seconds
+        for path, (read, write) in enumerate(rates):
+            self.moved[path][0] += round(read * seconds)
+            self.moved[path][1] += round(write * seconds)
+        self.rates.note()
+
+
+@pytest.fixture
+def paths():
+    return Paths()
+
+
+def test_nothing_is_known_before_something_moved(paths):
+    assert paths.rates.round_trip_bytes_per_s(0) is None
+    assert paths.rates.queued_bytes(0) == 0
+
+
+def test_a_busy_path_shows_its_rate_and_queue(paths):
+    for path in (0, 1):
+        paths.submit(path, read=10**9, write=10**9)
+
+    for _ in range(10):
+        paths.move(0.1, (400e6, 400e6), (200e6, 100e6))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(400e6)
+    assert paths.rates.round_trip_bytes_per_s(1) == pytest.approx(150e6)
+    assert paths.rates.queued_bytes(1) == 2 * 10**9 - 300_000_000
+
+
+def test_idle_time_does_not_count(paths):
+    paths.submit(0, read=40_000_000)
+    paths.move(0.05, (400e6, 0), (0, 0))
+    paths.move(10.0, (2e6, 0), (0, 0))  # the rest, some time in these ten seconds
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6)
+    assert paths.rates.queued_bytes(0) == 0
+
+
+def test_a_path_that_ran_dry_may_have_been_faster_and_not_slower(paths):
+    paths.submit(0, read=10_000_000)
+    paths.move(0.1, (100e6, 0), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(50e6)
+    paths.submit(0, read=40_000_000)
+    paths.move(0.1, (400e6, 0), (0, 0))
+    assert paths.rates.round_trip_bytes_per_s(0) > 100e6
+
+
+def test_a_new_rate_is_followed_within_a_second_of_work(paths):
+    paths.submit(0, write=10**10)
+    for _ in range(20):
+        paths.move(0.1, (0, 400e6), (0, 0))
+
+    for _ in range(10):
+        paths.move(0.1, (0, 100e6), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(50e6, rel=0.3)
+
+
+def test_a_path_that_stands_still_falls_to_nothing(paths):
+    paths.submit(0, write=10**10)
+    paths.move(0.1, (0, 400e6), (0, 0))
+
+    for _ in range(40):
+        paths.move(0.1, (0, 0), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) < 5e6
+
+
+def test_what_was_moved_before_does_not_count(paths):
+    rates = PathRates([lambda: EngineStats(read_bytes=10**9)])
+    rates.note()
+    rates.submitted(0, 5)
+    rates.note()
+
+    assert rates.queued_bytes(0) == 5
