@@ -38,6 +38,7 @@ def sweep(
     written, a byte read, and one each way at the same time.
     """
     backends = _backends(settings, options)
+    settings = replace(settings, backend=backends[0])
     grid = [
         replace(settings, block_bytes=block, queue_depth=depth)
         for block, depth in product(options.block_bytes or _BLOCKS, options.queue_depths or _DEPTHS)
@@ -45,7 +46,6 @@ def sweep(
         and (block * depth <= _MAX_IN_FLIGHT_BYTES or len(options.queue_depths) == 1)
     ]
     num_bytes = min(options.size_bytes, _TRIAL_BYTES)
-    settings = replace(settings, backend=backends[0])
     with Engine(paths=[settings]) as engine:
         lay_out(open_stream(engine, file, settings, size_bytes=num_bytes), on_sample)
     trials = [_try(file, each, options, num_bytes, on_sample) for each in grid]
