@@ -249,9 +249,12 @@ def _start_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
     try:
         for started in [pool.submit(barrier.wait) for _ in range(num_threads)]:
             started.result()
-    except RuntimeError as error:
+    except BaseException as error:
+        # Also after an interrupt: threads that wait here would keep the program from ending.
         barrier.abort()
         pool.shutdown()
+        if not isinstance(error, RuntimeError):
+            raise
         raise StorageError(
             f"cannot open I/O backend `aiofiles`: expected {num_threads} threads, found no more "
             "allowed; raise the limit on threads or lower the engine's `queue_depth`",

@@ -140,8 +140,12 @@ def test_no_end_of_the_process_leaves_a_file(paths, kind):
     deadline = time.monotonic() + 60
     while not _has_unnamed_file(process.pid, paths.first) and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(kind)
-    _, message = process.communicate(timeout=60)
+    try:
+        process.send_signal(kind)
+        _, message = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
 
     assert _names_in(paths.first) == []
     if kind == signal.SIGINT:
