@@ -38,8 +38,9 @@ def sweep(
     written, a byte read, and one each way at the same time.
     """
     backends = _backends(settings, options)
+    settings = replace(settings, backend=backends[0])
     grid = [
-        replace(settings, backend=backends[0], block_bytes=block, queue_depth=depth)
+        replace(settings, block_bytes=block, queue_depth=depth)
         for block, depth in product(options.block_bytes or _BLOCKS, options.queue_depths or _DEPTHS)
         if block % file.alignment == 0
         and (block * depth <= _MAX_IN_FLIGHT_BYTES or len(options.queue_depths) == 1)
@@ -98,7 +99,7 @@ def _backends(settings: PathSettings, options: IoOptions) -> list[str]:
     if wanted == ("auto",):
         wanted = BACKENDS[:-1] if options.tune else (_default_backend(settings),)
     found = [name for name in wanted if _opens(replace(settings, backend=name))]
-    return found or [_default_backend(settings)]
+    return found or [_default_backend(replace(settings, backend="auto"))]
 
 
 def _default_backend(settings: PathSettings) -> str:

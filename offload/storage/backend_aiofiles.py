@@ -4,6 +4,7 @@ import asyncio
 import errno
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -50,17 +51,17 @@ class AiofilesBackend:
     def open(self) -> None:
         """Starts the loop's thread and all threads for calls."""
         self._counters = Counters()
-        pool = ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles")
-        _start_threads(pool, self._queue_depth)
-        is_running = threading.Event()
+        outcome: queue.SimpleQueue[StorageError | None] = queue.SimpleQueue()
         # A daemon, or a program that forgets to close would not end.
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(pool, is_running)),
-            name="offload-aiofiles",
-            daemon=True,
+            target=self._run, args=(outcome,), name="offload-aiofiles", daemon=True
         )
         self._thread.start()
-        is_running.wait()
+        error = outcome.get()
+        if error is not None:
+            self._thread.join()
+            self._thread = None
+            raise error
 
     def submit(self, transfer: Transfer) -> Request:
         """Starts `transfer`."""
@@ -90,14 +91,27 @@ class AiofilesBackend:
             self._thread.join()
             self._thread = None
 
-    async def _serve(self, pool: ThreadPoolExecutor, is_running: threading.Event) -> None:
+    def _run(self, outcome: "queue.SimpleQueue[StorageError | None]") -> None:
+        # All on this thread: an interrupt reaches the main thread only, and there it could leave
+        # a lock of the pool taken.
+        pool = ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles")
+        try:
+            _start_threads(pool, self._queue_depth)
+        except StorageError as error:
+            outcome.put(error)
+            return
+        asyncio.run(self._serve(pool, outcome))
+
+    async def _serve(
+        self, pool: ThreadPoolExecutor, outcome: "queue.SimpleQueue[StorageError | None]"
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue = asyncio.PriorityQueue()
         self._closing = asyncio.Event()
         self._sequence = itertools.count()
         with pool:
             workers = [self._loop.create_task(self._work(pool)) for _ in range(self._queue_depth)]
-            is_running.set()
+            outcome.put(None)
             await self._closing.wait()
             await self._queue.join()
             for worker in workers:
