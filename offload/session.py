@@ -11,11 +11,11 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.errors import ConfigError, StoreError
-from offload.layout import ModelLayout
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
 from offload.optim.base import Parameters
+from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
 from offload.optim.muon import Muon
@@ -23,10 +23,11 @@ from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
 from offload.storage.store import BlockStore
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
-from offload.streaming.wrapped import ResumePoint, WrapOptions, WrappedModel
+from offload.streaming.wrapped import WrapOptions, WrappedModel
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -63,7 +64,7 @@ class Session:
     Args:
         config: A `Config`, nested values or a TOML file; what is left out has its default.
         device: Only `"cpu"` in this version.
-        device_memory: Not used by the unified `cpu` device.
+        device_memory: Refused on the unified `cpu` device, where `host_memory` is the budget.
         host_memory: Hard budget for parameters, gradients and optimizer state, such as `"24GiB"`.
         paths: Directories on drives; one in this version.
         policy: A preset's name, a file, or choices such as `{"parameters": "host"}`.
@@ -115,7 +116,7 @@ class Session:
         self._kernels: Kernels | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
-        self._resume_point: ResumePoint | None = None
+        self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
         self._is_open = False
         self.metadata: dict[str, Any] | None = None
@@ -157,12 +158,15 @@ class Session:
         wrapped, self._wrapped = self._wrapped, None
         store, self._store = self._store, None
         engine, self._engine = self._engine, None
+        building, self._building = self._building, None
         self._is_open = False
         with contextlib.ExitStack() as stack:
             if engine is not None:
                 stack.callback(engine.close)
             if store is not None:
                 stack.callback(store.close)
+            if building is not None:
+                stack.callback(building.finish)
             if wrapped is not None:
                 stack.callback(wrapped.close)
 
@@ -173,8 +177,14 @@ class Session:
         The values are those of a plain build, whatever the initialisation. Optional.
         """
         self._require_open("build a model")
-        spill = StoreSpill(self._store) if self._store is not None else None
-        self._building = Building(budget_bytes=self._budget_bytes, spill=spill)
+        if self._wrapped is not None:
+            raise StoreError(
+                "cannot build a model after `wrap`: expected `building()` before it; build first, "
+                "or open another session"
+            )
+        if self._building is None:
+            spill = StoreSpill(self._store) if self._store is not None else None
+            self._building = Building(budget_bytes=self._budget_bytes, spill=spill)
         with self._building.active():
             yield
 
@@ -205,12 +215,21 @@ class Session:
             building=self._building,
             resume=self._resume_point,
         )
-        wrapped.open()
+        try:
+            wrapped.open()
+        except BaseException:
+            wrapped.close()
+            raise
         self._wrapped = wrapped
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
-        """Returns the optimizer of the wrapped model; options are those of `torch.optim.AdamW`."""
+        """Returns the optimizer of the wrapped model.
+
+        Args:
+            params: Its parameters, (name, parameter) pairs or param_groups.
+            options: `lr`, `betas`, `eps` and `weight_decay` as in `torch.optim.AdamW`.
+        """
         return AdamW(params, engine=self._require_wrapped("make an optimizer"), **options)
 
     def Adam(self, params: Parameters, **options: Any) -> Adam:  # noqa: N802 - torch's name
@@ -301,7 +320,7 @@ class Session:
 
     def _open_store(self, path: Path) -> None:
         tier = self.config.tiers.storage
-        self._engine = Engine()
+        self._engine = Engine(paths=measured_settings(path))
         self._engine.open()
         self._store = BlockStore(
             path,
@@ -314,21 +333,16 @@ class Session:
             self._store.create()
             return
         self._store.open()
-        head = self._store.head or {}
-        self._resume_point = ResumePoint(
-            steps={str(name): int(step) for name, step in head["steps"].items()},
-            completed_steps=int(head["step"]),
-        )
-        self.metadata = dict(head["metadata"])
-        self._committed_step = self._resume_point.completed_steps
+        self._resume_point = CommitHead.from_json(self._store.head)
+        self.metadata = self._resume_point.metadata
+        self._committed_step = self._resume_point.step
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
-        head = self._store.head if self._store is not None else None
         if self._wrapped is not None:
             layout = self._wrapped.layout
-        elif head is not None:
-            layout = ModelLayout.from_json(head["layout"])
+        elif self._store is not None and self._store.head is not None:
+            layout = CommitHead.from_json(self._store.head).layout
         else:
             return "parameters of an unknown model"
         names = parameters_by_record(layout).get(record)

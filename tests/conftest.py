@@ -14,6 +14,12 @@ _END_S = 2.0
 
 
 @pytest.fixture(autouse=True)
+def no_machine_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured on this machine has no part in a test."""
+    monkeypatch.setenv("OFFLOAD_MACHINE", "")
+
+
+@pytest.fixture(autouse=True)
 def no_leaked_descriptor() -> Iterator[None]:
     before = _descriptors()
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "aio.h"
 #include "queue.h"
@@ -13,11 +14,21 @@
 #define NS_PER_S 1000000000LL
 
 static const struct ofl_aio_backend_ops *const backends[] = {
+	&ofl_aio_backend_uring,
 	&ofl_aio_backend_libaio,
 	&ofl_aio_backend_threads,
+	&ofl_aio_backend_fault,
 };
 
 /* ---- queues ---- */
+
+static int64_t now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return time.tv_sec * NS_PER_S + time.tv_nsec;
+}
 
 int ofl_aio_open(const struct ofl_aio_options *options, struct ofl_aio **queue)
 {
@@ -43,6 +54,7 @@ int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,
 	if (!q)
 		return -ENOMEM;
 	q->ops = ops;
+	q->options = *options;
 	q->queue_depth = options->queue_depth;
 	q->block_bytes = options->block_bytes;
 	error = -pthread_mutex_init(&q->lock, NULL);
@@ -51,6 +63,7 @@ int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,
 	error = ops->start(q);
 	if (error)
 		goto out_lock;
+	q->options = (struct ofl_aio_options){0};
 	*queue = q;
 	return 0;
 
@@ -72,10 +85,35 @@ void ofl_aio_close(struct ofl_aio *queue)
 	free(queue);
 }
 
+int ofl_aio_register(struct ofl_aio *queue, void *buf, size_t len)
+{
+	int error;
+
+	if (!buf || !len)
+		return -EINVAL;
+	if (!queue->ops->register_memory)
+		return -EOPNOTSUPP;
+	pthread_mutex_lock(&queue->lock);
+	error = queue->ops->register_memory(queue, buf, len);
+	pthread_mutex_unlock(&queue->lock);
+	return error;
+}
+
+void ofl_aio_unregister(struct ofl_aio *queue, void *buf)
+{
+	if (!queue->ops->unregister_memory)
+		return;
+	pthread_mutex_lock(&queue->lock);
+	queue->ops->unregister_memory(queue, buf);
+	pthread_mutex_unlock(&queue->lock);
+}
+
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats)
 {
 	pthread_mutex_lock(&queue->lock);
 	*stats = queue->stats;
+	if (queue->num_requests)
+		stats->in_flight_ns += (uint64_t)(now_ns() - queue->busy_since_ns);
 	pthread_mutex_unlock(&queue->lock);
 }
 
@@ -108,6 +146,8 @@ static int create_request(const struct ofl_aio_transfer *transfer,
 	r->result.done_bytes = transfer->len;
 	atomic_init(&r->num_holds, 2);
 	atomic_init(&r->is_done, false);
+	r->submitted_ns = now_ns();
+	r->notify_fd = -1;
 	error = -pthread_mutex_init(&r->lock, NULL);
 	if (error)
 		goto out_free;
@@ -134,6 +174,15 @@ void ofl_aio_release(struct ofl_aio_request *request)
 	free(request);
 }
 
+static void write_event(int event_fd)
+{
+	const uint64_t one = 1;
+
+	/* Fails only if the count is full, and then its reader is awake anyway. */
+	if (write(event_fd, &one, sizeof(one)) < 0)
+		return;
+}
+
 /* Wake the waiters and give up the queue's hold.  Without the queue's lock. */
 static void announce_done(struct ofl_aio_request *request)
 {
@@ -141,8 +190,26 @@ static void announce_done(struct ofl_aio_request *request)
 	/* release: a reader that sees it set sees the result and the bytes. */
 	atomic_store_explicit(&request->is_done, true, memory_order_release);
 	pthread_cond_broadcast(&request->done);
+	/* Under the lock, so that ofl_aio_notify() can take the descriptor back. */
+	if (request->notify_fd >= 0)
+		write_event(request->notify_fd);
 	pthread_mutex_unlock(&request->lock);
 	ofl_aio_release(request);
+}
+
+int ofl_aio_notify(struct ofl_aio_request *request, int event_fd)
+{
+	int error = 0;
+
+	pthread_mutex_lock(&request->lock);
+	if (event_fd >= 0 && request->notify_fd >= 0)
+		error = -EBUSY;
+	else
+		request->notify_fd = event_fd;
+	if (!error && event_fd >= 0 && ofl_aio_is_done(request))
+		write_event(event_fd);
+	pthread_mutex_unlock(&request->lock);
+	return error;
 }
 
 int ofl_aio_is_done(struct ofl_aio_request *request)
@@ -243,12 +310,42 @@ static void remove_request(struct ofl_aio *queue, struct ofl_aio_request *reques
 	request->next = request->previous = NULL;
 }
 
-static void count_request(struct ofl_aio *queue, int operation)
+static size_t latency_index(int64_t latency_ns)
 {
-	if (operation == OFL_AIO_READ)
-		queue->stats.read_requests++;
-	else
-		queue->stats.write_requests++;
+	int64_t latency_us = latency_ns / 1000;
+	size_t index = 0;
+
+	while (latency_us > 1 && index < OFL_AIO_NUM_LATENCIES - 1) {
+		latency_us /= 2;
+		index++;
+	}
+	return index;
+}
+
+static void begin_request(struct ofl_aio *queue, const struct ofl_aio_request *request)
+{
+	if (queue->num_requests++ == 0)
+		queue->busy_since_ns = request->submitted_ns;
+}
+
+/* Count a request that is done. */
+static void end_request(struct ofl_aio *queue, const struct ofl_aio_request *request)
+{
+	struct ofl_aio_stats *stats = &queue->stats;
+	int64_t now = now_ns();
+	int64_t latency_ns = now - request->submitted_ns;
+
+	if (--queue->num_requests == 0)
+		stats->in_flight_ns += (uint64_t)(now - queue->busy_since_ns);
+	if (request->transfer.operation == OFL_AIO_READ) {
+		stats->read_requests++;
+		stats->read_ns += (uint64_t)latency_ns;
+		stats->read_latencies[latency_index(latency_ns)]++;
+	} else {
+		stats->write_requests++;
+		stats->write_ns += (uint64_t)latency_ns;
+		stats->write_latencies[latency_index(latency_ns)]++;
+	}
 }
 
 static void count_bytes(struct ofl_aio *queue, int operation, size_t num_bytes)
@@ -272,11 +369,12 @@ int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfe
 		return error;
 	*request = r; /* the caller's hold keeps it, even if it is done at once */
 	pthread_mutex_lock(&queue->lock);
+	begin_request(queue, r);
 	if (transfer->len) {
 		append_request(queue, r);
 		queue->ops->wake(queue, (transfer->len - 1) / queue->block_bytes + 1);
 	} else {
-		count_request(queue, transfer->operation);
+		end_request(queue, r);
 	}
 	pthread_mutex_unlock(&queue->lock);
 	if (!transfer->len)
@@ -306,6 +404,39 @@ bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 	if (request->cut_bytes == request->transfer.len)
 		remove_request(queue, request);
 	return true;
+}
+
+/* Take a request that is not wholly cut from its list; true if that ends it. */
+static bool cancel_request(struct ofl_aio *queue, struct ofl_aio_request *request)
+{
+	remove_request(queue, request);
+	request->result.error = -ECANCELED;
+	request->result.done_bytes = request->cut_bytes;
+	request->cut_bytes = request->transfer.len;
+	if (request->num_pieces)
+		return false;
+	end_request(queue, request);
+	return true;
+}
+
+void ofl_aio_cancel(struct ofl_aio *queue)
+{
+	struct ofl_aio_request *request, *ended = NULL;
+
+	pthread_mutex_lock(&queue->lock);
+	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
+		while ((request = queue->waiting[p].first)) {
+			if (!cancel_request(queue, request))
+				continue;
+			request->next = ended;
+			ended = request;
+		}
+	}
+	pthread_mutex_unlock(&queue->lock);
+	while ((request = ended)) {
+		ended = request->next;
+		announce_done(request);
+	}
 }
 
 /* ---- completion ---- */
@@ -363,7 +494,7 @@ static void finish_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece, int
 	request->num_pieces--;
 	is_done = !request->num_pieces && request->cut_bytes == request->transfer.len;
 	if (is_done)
-		count_request(queue, operation);
+		end_request(queue, request);
 	pthread_mutex_unlock(&queue->lock);
 	if (is_done)
 		announce_done(request);

@@ -13,8 +13,8 @@
  *
  *	struct ofl_aio *q;
  *	struct ofl_aio_request *r;
- *	struct ofl_aio_options o = { "libaio", 8, 1 << 20 };
- *	struct ofl_aio_transfer t = { fd, OFL_AIO_READ, 0, 512, buf, len, offset };
+ *	struct ofl_aio_options o = { .backend = "libaio", .queue_depth = 8, .block_bytes =
+ *1 << 20 }; struct ofl_aio_transfer t = { fd, OFL_AIO_READ, 0, 512, buf, len, offset };
  *
  *	ofl_aio_open(&o, &q);
  *	ofl_aio_submit(q, &t, &r);
@@ -45,10 +45,43 @@
 struct ofl_aio;
 struct ofl_aio_request;
 
+#define OFL_AIO_FAULT_READS  1
+#define OFL_AIO_FAULT_WRITES 2
+
+/* What happens to some of the calls of the kernel that a queue would make. */
+struct ofl_aio_fault {
+	int operations;	      /* OFL_AIO_FAULT_READS, _WRITES or both */
+	uint64_t start, end;  /* calls that touch these bytes of a file */
+	uint32_t per_million; /* of them at random; 1000000: all */
+	uint64_t skip;	      /* so many of those pass first */
+	uint64_t count;	      /* then this happens to so many */
+	int error;	      /* -errno: instead of the call; 0 */
+	size_t max_bytes;     /* the call is shortened to them; 0: it is not */
+	uint64_t delay_ns;    /* it takes at least as long */
+};
+
+/*
+ * What the backend "fault" does to a queue.  The first rule that matches a call
+ * decides.  The rates, 0 for none, are those of a token bucket that starts with
+ * burst_bytes; one bucket for each direction, or with is_half_duplex one in which
+ * a byte takes the time of its direction.
+ *
+ * Random choices depend on seed, place and number of calls for that place only.
+ */
+struct ofl_aio_faults {
+	const struct ofl_aio_fault *rules;
+	uint32_t num_rules;
+	uint64_t seed;
+	uint64_t read_bytes_per_s, write_bytes_per_s;
+	uint64_t burst_bytes;
+	int is_half_duplex;
+};
+
 struct ofl_aio_options {
-	const char *backend;  /* "libaio" or "threads" */
+	const char *backend;  /* "io_uring", "libaio", "threads" or "fault" */
 	uint32_t queue_depth; /* 1 to OFL_AIO_MAX_QUEUE_DEPTH pieces in flight */
 	size_t block_bytes;   /* 1 to OFL_AIO_MAX_BLOCK_BYTES bytes per piece */
+	const struct ofl_aio_faults *faults; /* of "fault", copied; or NULL */
 };
 
 struct ofl_aio_transfer {
@@ -66,28 +99,43 @@ struct ofl_aio_result {
 	size_t done_bytes; /* bytes from the start of buf that were transferred */
 };
 
+/* The counts of requests by latency: submitted to done, the time in line included.
+ * Number i counts those of 2^i up to 2^(i+1) microseconds, the first all shorter
+ * ones too, the last all longer ones. */
+#define OFL_AIO_NUM_LATENCIES 32
+
 struct ofl_aio_stats {
 	uint64_t read_bytes; /* moved by the kernel, also of failed requests */
 	uint64_t write_bytes;
 	uint64_t read_requests; /* done, also with an error */
 	uint64_t write_requests;
+	uint64_t in_flight_ns; /* while at least one request was not done */
+	uint64_t read_ns;      /* sum of the latencies */
+	uint64_t write_ns;
+	uint64_t read_latencies[OFL_AIO_NUM_LATENCIES];
+	uint64_t write_latencies[OFL_AIO_NUM_LATENCIES];
 };
 
 /*
  * Open a queue and start its threads.
  *
+ * "io_uring" submits and waits with one call of the kernel, on one thread.  It is
+ * there where liburing was found when this library was built.  It suits files
+ * opened with O_DIRECT; on others the kernel may use threads of its own.
  * "libaio" submits through the kernel's io_submit(2), without the library of
  * that name, on one thread.  It suits files opened with O_DIRECT; on others the
  * kernel carries out each piece inside io_submit, one after the other.
  * "threads" has queue_depth threads that call pread(2) and pwrite(2).
+ * "fault" is "threads" with the faults that the options name: for tests.
  *
  * A transfer is cut into pieces of block_bytes; at most queue_depth pieces of
  * all transfers are in flight.
  *
- * Returns 0, or -EINVAL (unknown backend, a value out of range), -ENOMEM,
- * -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more
+ * Returns 0, or -EINVAL (unknown backend, a value out of range, also in a fault),
+ * -ENOMEM, -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more
  * threads allowed), -ENOSYS or -EPERM (the kernel or a container refuses
- * io_setup), -EMFILE.  On error *queue is not changed and nothing is left.
+ * io_uring_setup or io_setup), -EOPNOTSUPP (io_uring: built without liburing),
+ * -EMFILE.  On error *queue is not changed and nothing is left.
  */
 int ofl_aio_open(const struct ofl_aio_options *options, struct ofl_aio **queue);
 
@@ -143,10 +191,46 @@ int ofl_aio_is_done(struct ofl_aio_request *request);
 int ofl_aio_result(struct ofl_aio_request *request, struct ofl_aio_result *result);
 
 /*
+ * Have 1 added to the eventfd(2) event_fd when the request is done, or now if it is.
+ * A negative event_fd takes that back: afterwards the old one may be closed.
+ *
+ * Returns 0, or -EBUSY (another one is set).  Thread-safe.  Does not block, unless
+ * the counter of a blocking eventfd is full.
+ */
+int ofl_aio_notify(struct ofl_aio_request *request, int event_fd);
+
+/*
  * Give up the caller's hold on the request, done or not.  The transfer goes on;
  * its buffer still belongs to the queue until then.
  */
 void ofl_aio_release(struct ofl_aio_request *request);
+
+/*
+ * Start no further piece of the transfers that were submitted.  Those that are not
+ * done then end with -ECANCELED as soon as their pieces in flight have ended;
+ * nothing is in flight for a transfer that had not begun.  The queue goes on.
+ * Thread-safe.  Does not block.
+ */
+void ofl_aio_cancel(struct ofl_aio *queue);
+
+/*
+ * Register memory that many transfers will use, so that the kernel looks up and
+ * holds its pages once and not for each transfer.  Pieces that lie inside it use
+ * the registration; results are the same with and without.
+ *
+ * The pages count against RLIMIT_MEMLOCK.  The memory stays mapped until
+ * ofl_aio_unregister() or the end of ofl_aio_close(): else transfers to a new
+ * mapping at its address would reach the old pages.
+ *
+ * Returns 0, or -EOPNOTSUPP (the backend or the kernel has no such thing), -ENOMEM
+ * (RLIMIT_MEMLOCK), -ENOSPC (256 pieces of 1 GiB are registered), -EINVAL, -EFAULT.
+ * On error nothing is registered and transfers work all the same.  Thread-safe.
+ */
+int ofl_aio_register(struct ofl_aio *queue, void *buf, size_t len);
+
+/* End the registration that began at buf; no transfer may be using the memory.
+ * Thread-safe. */
+void ofl_aio_unregister(struct ofl_aio *queue, void *buf);
 
 /* Store the counters since the queue was opened.  Thread-safe. */
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats);

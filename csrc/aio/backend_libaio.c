@@ -30,6 +30,7 @@ struct ring {
 	struct entry **free;
 	struct iocb **unsent;
 	struct io_event *events;
+	bool wants_wake; /* under queue->lock: nothing left to take, it will wait */
 };
 
 static int sys_io_setup(unsigned int num_events, aio_context_t *context)
@@ -111,6 +112,8 @@ static bool take_pieces(struct ofl_aio *queue)
 		prepare(ring, entry);
 		ring->unsent[ring->num_unsent++] = &entry->iocb;
 	}
+	/* Without a free entry a completion comes first, and then it looks again. */
+	ring->wants_wake = ring->num_free > 0;
 	is_over = queue->is_closing && ring->num_free == ring->num_entries;
 	pthread_mutex_unlock(&queue->lock);
 	return !is_over;
@@ -188,7 +191,9 @@ static void libaio_wake(struct ofl_aio *queue, size_t num_pieces)
 	struct ring *ring = queue->backend;
 	const uint64_t one = 1;
 
-	(void)num_pieces;
+	if (num_pieces && !ring->wants_wake)
+		return;
+	ring->wants_wake = false;
 	/* Fails only if the count is full, and then the thread is awake anyway. */
 	if (write(ring->event_fd, &one, sizeof(one)) < 0)
 		return;

@@ -20,7 +20,7 @@ static void run_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 	do {
 		struct ofl_aio_rest rest = ofl_aio_piece_rest(piece);
 
-		next = ofl_aio_complete(queue, piece, queue->ops->transfer(&rest));
+		next = ofl_aio_complete(queue, piece, queue->ops->transfer(queue, &rest));
 		if (next == OFL_AIO_RETRY)
 			ofl_aio_pause();
 	} while (next != OFL_AIO_FINISHED);
@@ -101,10 +101,11 @@ out_free:
 	return error;
 }
 
-static ssize_t threads_transfer(const struct ofl_aio_rest *rest)
+static ssize_t threads_transfer(struct ofl_aio *queue, const struct ofl_aio_rest *rest)
 {
 	ssize_t result;
 
+	(void)queue;
 	if (rest->operation == OFL_AIO_READ)
 		result = pread(rest->fd, rest->buf, rest->len, (off_t)rest->offset);
 	else

@@ -33,11 +33,13 @@ struct ofl_aio_request {
 	size_t cut_bytes;			 /* handed out as pieces so far */
 	uint32_t num_pieces;			 /* handed out and not finished */
 	struct ofl_aio_result result;
+	int64_t submitted_ns; /* constant */
 
 	atomic_uint num_holds;
 	atomic_bool is_done; /* set with release order, after all fields above */
 	pthread_mutex_t lock;
 	pthread_cond_t done; /* with lock: is_done was set */
+	int notify_fd;	     /* with lock; -1: none */
 };
 
 /* A part of a transfer, small enough for one call of the kernel. */
@@ -74,14 +76,20 @@ struct ofl_aio_backend_ops {
 	void (*stop)(struct ofl_aio *queue);
 	/* Of backends that work piece by piece: one call of the kernel, which
 	 * returns a count or -errno.  The "threads" backend calls it. */
-	ssize_t (*transfer)(const struct ofl_aio_rest *rest);
+	ssize_t (*transfer)(struct ofl_aio *queue, const struct ofl_aio_rest *rest);
+	/* As ofl_aio_register() and ofl_aio_unregister(), with queue->lock held.
+	 * Of backends that have no use for it: NULL. */
+	int (*register_memory)(struct ofl_aio *queue, void *buf, size_t len);
+	void (*unregister_memory)(struct ofl_aio *queue, void *buf);
 };
 
 struct ofl_aio {
 	const struct ofl_aio_backend_ops *ops; /* constant */
+	struct ofl_aio_options options;	       /* only during ops->start() */
 	uint32_t queue_depth;		       /* constant */
 	size_t block_bytes;		       /* constant */
 	void *backend;			       /* belongs to the backend */
+	void *faults;			       /* belongs to the backend "fault" */
 
 	pthread_mutex_t lock; /* of all below */
 	bool is_closing;
@@ -89,6 +97,8 @@ struct ofl_aio {
 		struct ofl_aio_request *first, *last;
 	} waiting[OFL_AIO_NUM_PRIORITIES]; /* requests with bytes left to cut */
 	struct ofl_aio_stats stats;
+	uint64_t num_requests; /* submitted and not done */
+	int64_t busy_since_ns; /* while there are some */
 };
 
 enum ofl_aio_next {
@@ -97,8 +107,10 @@ enum ofl_aio_next {
 	OFL_AIO_RETRY,	  /* the same after a pause of OFL_AIO_RETRY_NS */
 };
 
+extern const struct ofl_aio_backend_ops ofl_aio_backend_uring;
 extern const struct ofl_aio_backend_ops ofl_aio_backend_libaio;
 extern const struct ofl_aio_backend_ops ofl_aio_backend_threads;
+extern const struct ofl_aio_backend_ops ofl_aio_backend_fault;
 
 /* As ofl_aio_open(), with a backend that has no name there. */
 int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,

@@ -13,8 +13,11 @@ from typing import Any
 
 READ = 0
 WRITE = 1
+FAULT_READS = 1
+FAULT_WRITES = 2
 MAX_QUEUE_DEPTH = 1024
 MAX_BLOCK_BYTES = 1 << 30
+_NO_LIMIT = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,11 @@ class QueueStats:
     write_bytes: int
     read_requests: int
     write_requests: int
+    in_flight_ns: int
+    read_ns: int
+    write_ns: int
+    read_latencies: tuple[int, ...]
+    write_latencies: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,34 @@ class QueueResult:
 
     error: int
     done_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRule:
+    """As `struct ofl_aio_fault`; `end` and `count` may be None: no limit."""
+
+    reads: bool
+    writes: bool
+    start: int
+    end: int | None
+    per_million: int
+    skip: int
+    count: int | None
+    error: int
+    max_bytes: int
+    delay_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """As `struct ofl_aio_faults`."""
+
+    rules: tuple[FaultRule, ...]
+    seed: int
+    read_bytes_per_s: int
+    write_bytes_per_s: int
+    burst_bytes: int
+    is_half_duplex: bool
 
 
 def unavailable_because() -> str | None:
@@ -68,6 +104,13 @@ class Request:
         """Tells whether the request is done, without waiting."""
         return bool(self._lib.ofl_aio_is_done(self._request))
 
+    def notify(self, event_fd: int) -> bool:
+        """Has 1 added to `event_fd` when done; False if there is another. Negative: takes it back.
+
+        Afterwards the descriptor may be closed.
+        """
+        return bool(self._lib.ofl_aio_notify(self._request, event_fd) == 0)
+
     def result(self) -> QueueResult:
         """Returns the outcome of a request that is done."""
         result = _extension().ffi.new("struct ofl_aio_result *")
@@ -78,7 +121,9 @@ class Request:
 class Queue:
     """An open queue. `close()` ends it; no other call may run at that time or later."""
 
-    def __init__(self, backend: str, *, queue_depth: int, block_bytes: int) -> None:
+    def __init__(
+        self, backend: str, *, queue_depth: int, block_bytes: int, faults: Faults | None = None
+    ) -> None:
         """Opens the queue.
 
         Raises:
@@ -91,6 +136,11 @@ class Queue:
         options.queue_depth = queue_depth
         options.block_bytes = block_bytes
         queue = ffi.new("struct ofl_aio **")
+        # The library copies these; they have to live until it has.
+        rules = None if faults is None else _new_rules(ffi, faults.rules)
+        native_faults = None if faults is None else _new_faults(ffi, faults, rules)
+        if native_faults is not None:
+            options.faults = native_faults
         _raise_if(lib.ofl_aio_open(options, queue), f"opening a `{backend}` queue")
         self._ffi = ffi
         self._lib = lib
@@ -124,6 +174,20 @@ class Queue:
         _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
         return Request(self._lib, self._ffi.gc(out[0], self._lib.ofl_aio_release))
 
+    def register(self, *, address: int, num_bytes: int) -> None:
+        """Announces memory that many transfers will use; it stays until `close()`.
+
+        Raises:
+            OSError: The backend or the kernel has no such thing (EOPNOTSUPP), or RLIMIT_MEMLOCK
+                is reached (ENOMEM). Transfers work without.
+        """
+        memory = self._ffi.cast("void *", address)
+        _raise_if(self._lib.ofl_aio_register(self._queue, memory, num_bytes), "ofl_aio_register")
+
+    def unregister(self, *, address: int) -> None:
+        """Ends the registration that began at `address`; no transfer may be using the memory."""
+        self._lib.ofl_aio_unregister(self._queue, self._ffi.cast("void *", address))
+
     def stats(self) -> QueueStats:
         """Returns the counters."""
         stats = self._ffi.new("struct ofl_aio_stats *")
@@ -133,11 +197,47 @@ class Queue:
             write_bytes=stats.write_bytes,
             read_requests=stats.read_requests,
             write_requests=stats.write_requests,
+            in_flight_ns=stats.in_flight_ns,
+            read_ns=stats.read_ns,
+            write_ns=stats.write_ns,
+            read_latencies=tuple(stats.read_latencies),
+            write_latencies=tuple(stats.write_latencies),
         )
+
+    def cancel(self) -> None:
+        """Starts no further piece of what was submitted; that ends with ECANCELED."""
+        self._lib.ofl_aio_cancel(self._queue)
 
     def close(self) -> None:
         """Carries out what was submitted, then stops the threads."""
         self._lib.ofl_aio_close(self._queue)
+
+
+def _new_rules(ffi: Any, rules: tuple[FaultRule, ...]) -> Any:
+    native = ffi.new("struct ofl_aio_fault[]", len(rules))
+    for each, rule in zip(native, rules, strict=True):
+        each.operations = rule.reads * FAULT_READS + rule.writes * FAULT_WRITES
+        each.start = rule.start
+        each.end = _NO_LIMIT if rule.end is None else rule.end
+        each.per_million = rule.per_million
+        each.skip = rule.skip
+        each.count = _NO_LIMIT if rule.count is None else rule.count
+        each.error = -rule.error
+        each.max_bytes = rule.max_bytes
+        each.delay_ns = rule.delay_ns
+    return native
+
+
+def _new_faults(ffi: Any, faults: Faults, rules: Any) -> Any:
+    native = ffi.new("struct ofl_aio_faults *")
+    native.rules = rules
+    native.num_rules = len(faults.rules)
+    native.seed = faults.seed
+    native.read_bytes_per_s = faults.read_bytes_per_s
+    native.write_bytes_per_s = faults.write_bytes_per_s
+    native.burst_bytes = faults.burst_bytes
+    native.is_half_duplex = faults.is_half_duplex
+    return native
 
 
 @functools.cache

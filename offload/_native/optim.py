@@ -5,6 +5,7 @@ is released in every call. Threads belong to the library: one pool per number of
 at first use, asleep between calls, alive until the process ends.
 """
 
+import contextlib
 import functools
 import importlib
 import mmap
@@ -229,7 +230,7 @@ def copy_rate_bytes_per_s(
     """
     with mmap.mmap(-1, num_bytes) as target, mmap.mmap(-1, num_bytes) as source:
         for region in (target, source):
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
                 region.madvise(mmap.MADV_HUGEPAGE)
             region[::4096] = b"\1" * len(range(0, num_bytes, 4096))
         copy = _copy_native if available() else _copy_pure

@@ -146,13 +146,15 @@ class ModelLayout:
                 )
                 for unit in value["units"]
             ]
-            return build_layout(
+            layout = build_layout(
                 units,
                 codec=str(value["codec"]),
                 record_elements=int(value["record_elements"]),
                 rule=str(value["rule"]),
                 whole=frozenset(map(str, value["whole"])),
             )
+            _ = layout.records  # an unknown codec or dtype shows here
+            return layout
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(
                 f"cannot read the model layout of a manifest: {type(error).__name__}: {error}; "

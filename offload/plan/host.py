@@ -10,8 +10,6 @@ from offload.sizes import format_size, round_up
 
 Placement = Literal["host", "storage"]
 
-NUM_SLOTS = 3
-"""Unit slots when the budget allows: one in use, two being fetched."""
 MAX_BUFFERS = 12
 """Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
 CACHING_BUFFERS = 6
@@ -84,6 +82,7 @@ def plan_host(
     optimizer: Placement,
     gradient_dtype: Literal["parameter", "float32"] = "parameter",
     co_resident_units: int = 1,
+    prefetch_distance: int = 2,
     keeps_records: bool = False,
     is_training: bool = True,
 ) -> HostPlan:
@@ -91,6 +90,7 @@ def plan_host(
 
     Args:
         co_resident_units: Most units that one call needs at once (tied parameters).
+        prefetch_distance: Units fetched ahead, each into a slot beside those in use.
         keeps_records: Whether the order finds records in memory: what is left is their cache.
     """
     gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
@@ -113,7 +113,7 @@ def plan_host(
 
     extra_slots = 0
     if slot_bytes:
-        extra_slots = min(max(NUM_SLOTS - min_slots, 0), free // slot_bytes)
+        extra_slots = min(prefetch_distance, free // slot_bytes)
     free -= extra_slots * slot_bytes
     most = CACHING_BUFFERS if keeps_records and state_buffer else MAX_BUFFERS
     extra_buffers = min(most - min_buffers, free // buffer_bytes) if buffer_bytes else 0

@@ -7,8 +7,9 @@ from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
+from offload.plan.machine_profile import PathProfile
 from offload.plan.storage import StoragePlan
-from offload.plan.traffic import StepTraffic
+from offload.plan.traffic import ModelBytes, StepTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class RunPlan:
     traffic: StepTraffic
     policy: dict[str, str]
     machine: Machine | None = None
+    profile: PathProfile | None = None
+    """What `offload bench io --tune` measured on the path, where it did."""
 
     @property
     def reasons(self) -> list[str]:
@@ -67,10 +70,15 @@ class RunPlan:
             },
             "policy": self.policy,
             "parameters": self.layout.num_parameters,
-            "state_bytes": self.layout.state_bytes,
+            "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
-            "machine": self.machine.to_json() if self.machine else None,
+            "machine": self._machine(),
         }
+
+    def _machine(self) -> dict[str, Any] | None:
+        if self.machine is not None:
+            return self.machine.to_json()
+        return None if self.profile is None else {"paths": [asdict(self.profile)]}
 
     def _predicted(self) -> dict[str, float | int | None]:
         return {

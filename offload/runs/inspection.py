@@ -10,6 +10,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.layout import ModelLayout
+from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
 from offload.optim.readers import StateParts
 from offload.optim.record_names import parameters_by_record
@@ -119,12 +120,12 @@ def _digest(root: Path, layout: ModelLayout) -> str:
     # Not closed here: tickets refer to the memory until they are collected.
     scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES))
     with _opened(root, layout) as store:
-        head = store.head or {}
+        head = CommitHead.from_json(store.head)
         return state_digest(
             layout,
             StateParts(store=store, scratch=scratch),
-            steps=head["steps"],
-            completed_steps=head["step"],
+            steps=head.steps,
+            completed_steps=head.step,
         )
 
 

@@ -1,19 +1,27 @@
 """What `offload doctor` checks of a directory that is to hold a store."""
 
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from offload.errors import StorageError
+from offload.errors import ConfigError, StorageError
+from offload.plan.machine_profile import read_profile
 from offload.runs.checks import Check
+from offload.runs.machine_checks import gpu_numa_nodes
 from offload.sizes import GIB, format_size
 from offload.storage.file import StorageFile, open_file
+from offload.storage.mounts import BlockDevice, Mount, find_device, find_mount
 
 _MIN_FREE_BYTES = 4 * GIB
 """Two versions of the state of a model of 85 M parameters, and room to spare."""
 _IN_MEMORY = ("tmpfs", "ramfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "afs", "fuse.s3fs", "fuse.gcsfuse")
+_PARALLEL = ("lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "panfs")
+_COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
+_OVERLAY = ("overlay", "aufs", "fuse.fuse-overlayfs")
 
 
 def path_checks(path: Path) -> Iterator[Check]:
@@ -22,9 +30,14 @@ def path_checks(path: Path) -> Iterator[Check]:
     yield writable
     if writable.status == "fail":
         return
-    yield _file_system(path)
+    mount = find_mount(path)
+    yield _file_system(path, mount)
+    yield _mount_options(path, mount)
     yield _direct_io(path)
+    yield _flush(path)
     yield _free_space(path)
+    yield from _device_checks(path)
+    yield _measured(path)
 
 
 def _writable(path: Path) -> Check:
@@ -47,14 +60,43 @@ def _writable(path: Path) -> Check:
     return Check(name=name, status="ok", found="yes")
 
 
-def _file_system(path: Path) -> Check:
-    name, kind = f"{path}: file system", file_system_type(path)
+def _file_system(path: Path, mount: Mount) -> Check:
+    name, kind = f"{path}: file system", mount.kind
     remedy = None
     if kind in _IN_MEMORY:
         remedy = "this is memory, not storage: name a directory on a drive"
     elif kind in _NETWORK:
         remedy = "a network file system is slow and its locks are weak: prefer a local drive"
-    return Check(name=name, status="warn" if remedy else "ok", found=kind, remedy=remedy)
+    elif kind in _OVERLAY:
+        remedy = "the container's own layer is slow and lost with it: mount a volume"
+    elif kind in _COPY_ON_WRITE:
+        remedy = (
+            "each write goes to a new place, which fragments and slows it: use ext4 or xfs, or on "
+            f"btrfs `chattr +C {path}` while the directory is empty"
+        )
+    elif kind in _PARALLEL:
+        remedy = "shared with others, whose load changes its rate: use it beside a local drive"
+    elif kind.startswith("fuse"):
+        remedy = "each transfer goes through a process: prefer a local drive"
+    found = f"{kind}, {mount.source} on {mount.directory}"
+    return Check(name=name, status="warn" if remedy else "ok", found=found, remedy=remedy)
+
+
+def _mount_options(path: Path, mount: Mount) -> Check:
+    options = mount.options.split(",")
+    remedy = None
+    if "sync" in options or "dirsync" in options:
+        remedy = "every write waits for the drive: mount without `sync` and `dirsync`"
+    elif {"nobarrier", "barrier=0"} & set(options):
+        remedy = "a power cut can lose what a commit made durable: mount with barriers"
+    elif "soft" in options and mount.kind in _NETWORK:
+        remedy = "a slow server turns into I/O errors: mount `hard`"
+    return Check(
+        name=f"{path}: mount options",
+        status="warn" if remedy else "ok",
+        found=mount.options,
+        remedy=remedy,
+    )
 
 
 def _direct_io(path: Path) -> Check:
@@ -85,6 +127,27 @@ def _describe(name: str, file: StorageFile) -> Check:
     )
 
 
+def _flush(path: Path) -> Check:
+    """Whether the path says that bytes are durable: commits wait for that."""
+    name = f"{path}: flush"
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"x")
+            file.flush()
+            started_s = time.perf_counter()
+            os.fsync(file.fileno())
+            elapsed_s = time.perf_counter() - started_s
+    except OSError as error:
+        return Check(
+            name=name,
+            status="fail",
+            found=error.strerror or str(error),
+            remedy="nothing there can be made durable: name another path, or set "
+            '`tiers.storage.durability = "none"`',
+        )
+    return Check(name=name, status="ok", found=f"{1000 * elapsed_s:.1f} ms")
+
+
 def _free_space(path: Path) -> Check:
     free_bytes = shutil.disk_usage(path).free
     enough = free_bytes >= _MIN_FREE_BYTES
@@ -98,20 +161,90 @@ def _free_space(path: Path) -> Check:
     )
 
 
-def file_system_type(path: Path) -> str:
-    """Returns the type of the file system that `path` is on, such as `ext4`."""
-    resolved = path.resolve()
-    best = ""
-    found = "unknown"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        fields, _, after = line.partition(" - ")
-        mount = _unescaped(fields.split(" ")[4])
-        # Later mounts over the same directory hide earlier ones.
-        if resolved.is_relative_to(mount) and len(mount) >= len(best):
-            best, found = mount, after.split(" ")[0]
-    return found
+def _device_checks(path: Path) -> Iterator[Check]:
+    device = find_device(path)
+    if device is None:
+        yield Check(name=f"{path}: device", status="ok", found="none of its own")
+        return
+    yield _rotational(path, device)
+    yield _discard(path, device)
+    yield _numa_node(path, device)
 
 
-def _unescaped(field: str) -> str:
-    # The kernel writes a space as `\040`, byte by byte.
-    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+def _rotational(path: Path, device: BlockDevice) -> Check:
+    model = f" ({device.model})" if device.model else ""
+    if device.is_rotational:
+        return Check(
+            name=f"{path}: device",
+            status="warn",
+            found=f"{device.name}{model}, rotational",
+            remedy="turning disks are slow: name a path on a solid-state drive. Virtual disks "
+            "sometimes only say so: `offload bench io` shows the rate",
+        )
+    kind = "not known whether rotational" if device.is_rotational is None else "not rotational"
+    return Check(name=f"{path}: device", status="ok", found=f"{device.name}{model}, {kind}")
+
+
+def _discard(path: Path, device: BlockDevice) -> Check:
+    name = f"{path}: discard"
+    if device.discards:
+        return Check(
+            name=name,
+            status="ok",
+            found="the device takes it",
+            remedy=None
+            if _discards_at_once(path)
+            else "run `fstrim` regularly, as systemd's "
+            "fstrim.timer does: drives that are told what is free stay fast",
+        )
+    if device.is_rotational:
+        return Check(name=name, status="ok", found="not taken, as by disks that turn")
+    return Check(
+        name=name,
+        status="warn",
+        found="the device does not take it" if device.discards is False else "not known",
+        remedy="a solid-state drive that is never told what is free gets slower as it fills: keep "
+        "a part of it unused",
+    )
+
+
+def _discards_at_once(path: Path) -> bool:
+    return any(each.startswith("discard") for each in find_mount(path).options.split(","))
+
+
+def _numa_node(path: Path, device: BlockDevice) -> Check:
+    name = f"{path}: NUMA node"
+    if device.numa_node is None:
+        return Check(name=name, status="ok", found="one node, or not known")
+    gpus = {node for node in gpu_numa_nodes() if node is not None}
+    if gpus and device.numa_node not in gpus:
+        return Check(
+            name=name,
+            status="warn",
+            found=f"{device.numa_node}, GPUs on {', '.join(map(str, sorted(gpus)))}",
+            remedy="bytes cross between sockets: use a drive on the GPU's node, or bind the run "
+            "to the drive's node with `numactl`",
+        )
+    return Check(name=name, status="ok", found=str(device.numa_node))
+
+
+def _measured(path: Path) -> Check:
+    name = f"{path}: measured"
+    try:
+        profile = read_profile().find(path)
+    except ConfigError as error:
+        return Check(name=name, status="warn", found=str(error), remedy="measure it again")
+    if profile is None:
+        return Check(
+            name=name,
+            status="ok",
+            found="no",
+            remedy=f"`offload bench io {path} --tune` finds the best settings for it",
+        )
+    return Check(
+        name=name,
+        status="ok",
+        found=f"{profile.measured_at}: {profile.backend}, {format_size(profile.block_bytes)} x "
+        f"{profile.queue_depth}, reads {profile.read_bytes_per_s / 1e9:.2f} GB/s, writes "
+        f"{profile.write_bytes_per_s / 1e9:.2f} GB/s",
+    )

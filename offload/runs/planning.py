@@ -9,6 +9,7 @@ from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
 from offload.plan.host import HostPlan, plan_host
+from offload.plan.machine_profile import MachineProfile, read_profile
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePlan, store_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
@@ -21,12 +22,15 @@ BLOCK_BYTES = MIB
 """The block size of stores."""
 
 
-def plan_run(config: Config, *, store: Path | None = None) -> RunPlan:
+def plan_run(
+    config: Config, *, store: Path | None = None, profile: MachineProfile | None = None
+) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
     Args:
         config: Of the run.
         store: Where the store goes; None for a new run directory under the current one.
+        profile: Of this machine; None reads its own.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
@@ -40,13 +44,16 @@ def plan_run(config: Config, *, store: Path | None = None) -> RunPlan:
         whole=whole_matrices(discovered, config.optimizer.whole_patterns),
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
+    directory = _existing_directory(config, store)
+    known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
         host=host,
         storage=_plan_storage(config, layout, host, store) if host is not None else None,
-        storage_path=str(_existing_directory(config, store)),
+        storage_path=str(directory),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
+        profile=known.find(directory) if config.offload else None,
     )
 
 
@@ -106,6 +113,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         optimizer=_placement(config.policy.optimizer),
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
+        prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
     )
 

@@ -159,9 +159,7 @@ class _Request:
     buffer: torch.Tensor
 
 
-def _update_rate(
-    kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize, rule: str
-) -> float:
+def _update_rate(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize, rule: str) -> float:
     bytes_each = 2 * DTYPES[dtype].itemsize + state_bytes_per_element(codec, dtype, rule)
     num_elements = max(min(_UPDATE_ELEMENTS, size.memory_bytes // bytes_each), 1 << 16)
     operands = _operands(num_elements, codec=codec, dtype=dtype, rule=rule)

@@ -44,7 +44,7 @@ class StepRecorder:
     def record(self, facts: StepFacts) -> StepMetrics:
         """Returns the metrics of one step and keeps them."""
         times, before, after = facts.times, facts.before, facts.after
-        bound = self._bound(times)
+        bound = self._bound(times, self.machine)
         metrics = StepMetrics(
             step=facts.step,
             loss=facts.outcome.loss,
@@ -82,16 +82,16 @@ class StepRecorder:
         """Of the steps after the warm-up."""
         return ratio(self._hits, self._hits + self._misses)
 
-    def bounds_s(self) -> list[float | None]:
-        """Returns the bound of each step by the rates that are known now."""
-        bounds = [self._bound(times) for times in self._times]
+    def bounds_s(self, machine: Machine | None) -> list[float | None]:
+        """Returns the bound of each step by the rates of `machine`."""
+        bounds = [self._bound(times, machine) for times in self._times]
         return [bound.step_s if bound else None for bound in bounds]
 
-    def _bound(self, times: StepTimes) -> Bound | None:
-        if self.machine is None:
+    def _bound(self, times: StepTimes, machine: Machine | None) -> Bound | None:
+        if machine is None:
             return None
         return step_bound(
-            self.machine,
+            machine,
             self.traffic,
             num_parameters=self.num_parameters,
             compute=[

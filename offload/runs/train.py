@@ -1,9 +1,10 @@
 """Trains as a configuration says: checks, plan, probe, then the run itself."""
 
+import logging
 from pathlib import Path
 
 from offload.config import Config
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StorageError
 from offload.optim.kernels import load_kernels
 from offload.plan.bound import update_bound_s
 from offload.plan.machine import Machine
@@ -20,6 +21,9 @@ from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolv
 from offload.runs.training_run import Progress, RunSummary, TrainingRun
 from offload.runs.warm_up import warm_up
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
+
+_LOG = logging.getLogger("offload.runs")
 
 
 def run_training(
@@ -58,9 +62,8 @@ def run_training(
         text=text,
         progress=progress,
     ).execute()
-    if machine is not None:  # once more: the rates of the path drift while the run goes on
-        machine = machine.best_of(_probe(config, plan, directory))
-        summary.recorder.machine = machine
+    if machine is not None:
+        machine = _probe_again(machine, config, plan, directory)
     result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
     directory.write_result(result.to_json())
     return result
@@ -89,9 +92,10 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     assert plan.host is not None  # as is the next: this run is offloaded
     assert plan.storage is not None
     dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
-    with Engine(block_bytes=BLOCK_BYTES) as engine:
+    root = directory.store.parent
+    with Engine(block_bytes=BLOCK_BYTES, paths=measured_settings(root)) as engine:
         return probe_machine(
-            directory.store.parent,
+            root,
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,
@@ -103,6 +107,17 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
         )
 
 
+def _probe_again(
+    machine: Machine, config: Config, plan: RunPlan, directory: RunDirectory
+) -> Machine:
+    """Returns the better of each rate then and now: a path's rates drift while a run goes on."""
+    try:
+        return machine.best_of(_probe(config, plan, directory))
+    except StorageError as error:  # the run is done and committed: its result must not be lost
+        _LOG.warning("the rates of the path could not be measured again: %s", error)
+        return machine
+
+
 def _result(
     config: Config,
     *,
@@ -112,7 +127,7 @@ def _result(
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
-    medians = StepMedians.of(recorder.steps, recorder.bounds_s())
+    medians = StepMedians.of(recorder.steps, recorder.bounds_s(machine))
     update_s = (
         update_bound_s(machine, plan.traffic, num_parameters=recorder.num_parameters)
         if machine is not None

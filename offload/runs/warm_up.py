@@ -4,7 +4,6 @@ import torch
 
 from offload.config import Config
 from offload.runs.gpt import GPT, GPTShape
-from offload.runs.model import gpt_shape
 
 _WIDTH = 64
 

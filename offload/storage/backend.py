@@ -1,9 +1,13 @@
 """What the engine asks of a backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Protocol
 
+from offload.storage.buffer import BufferView
 from offload.storage.transfer import Completion, Transfer
+
+NUM_LATENCIES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,53 @@ class EngineStats:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStats:
+    """Counters of a backend since it was opened; they add up."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    read_requests: int = 0
+    write_requests: int = 0
+    in_flight_s: float = 0.0
+    """Time in which at least one request was not done."""
+    read_s: float = 0.0
+    """Sum of the latencies, from the start of a request until it was done."""
+    write_s: float = 0.0
+    read_latencies: tuple[int, ...] = (0,) * NUM_LATENCIES
+    """Element i: the requests that took 2^i to 2^(i+1) microseconds; those at both ends also
+    what is shorter, or longer."""
+    write_latencies: tuple[int, ...] = (0,) * NUM_LATENCIES
+
+    def engine_stats(self) -> EngineStats:
+        """Returns the bytes and requests alone."""
+        return EngineStats(**{each.name: getattr(self, each.name) for each in fields(EngineStats)})
+
+    def __add__(self, other: "BackendStats") -> "BackendStats":
+        return BackendStats(
+            read_bytes=self.read_bytes + other.read_bytes,
+            write_bytes=self.write_bytes + other.write_bytes,
+            read_requests=self.read_requests + other.read_requests,
+            write_requests=self.write_requests + other.write_requests,
+            in_flight_s=self.in_flight_s + other.in_flight_s,
+            read_s=self.read_s + other.read_s,
+            write_s=self.write_s + other.write_s,
+            read_latencies=_sums(self.read_latencies, other.read_latencies),
+            write_latencies=_sums(self.write_latencies, other.write_latencies),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathStats:
+    """The queue of one path, and its counters since the engine was opened."""
+
+    root: Path | None
+    backend: str
+    queue_depth: int
+    block_bytes: int
+    counters: BackendStats
+
+
 class Request(Protocol):
     """A transfer that a backend has taken.
 
@@ -44,6 +95,13 @@ class Request(Protocol):
 
     def completion(self) -> Completion:
         """Returns how a transfer that is over ended."""
+
+    def notify(self, event_fd: int | None) -> bool:
+        """Has 1 added to an eventfd when the transfer is over, or now if it is.
+
+        Only one at a time: False if there is another. None takes it back; then the descriptor may
+        be closed.
+        """
 
 
 class Backend(Protocol):
@@ -70,8 +128,27 @@ class Backend(Protocol):
         Concurrency: Any thread, but never while `close()` runs or later.
         """
 
-    def stats(self) -> EngineStats:
+    def cancel(self) -> None:
+        """Starts no further piece of what was submitted; that ends with ECANCELED.
+
+        Does not wait. Pieces in flight end as they would have.
+        """
+
+    def register(self, view: BufferView) -> bool:
+        """Announces memory that many transfers will use, until `unregister` or `close`.
+
+        Returns False if that has no effect here.
+        """
+
+    def unregister(self, view: BufferView) -> None:
+        """Takes `register` back; no transfer may be using the memory."""
+
+    def stats(self) -> BackendStats:
         """Returns the counters, also after `close()`; a request that is done is in them."""
 
     def close(self) -> None:
         """Carries out what was submitted, then gives everything back."""
+
+
+def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

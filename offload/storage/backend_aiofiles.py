@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from aiofiles.os import wrap
 
 from offload.errors import StorageError
-from offload.storage.backend import EngineStats, Request
+from offload.storage.backend import BackendStats, Request
+from offload.storage.buffer import BufferView
+from offload.storage.counters import Counters
 from offload.storage.transfer import Completion, Operation, Transfer
 
 _RETRIED = (errno.EINTR, errno.EAGAIN)
@@ -35,7 +37,7 @@ class AiofilesBackend:
         self.name = "aiofiles"
         self._queue_depth = queue_depth
         self._block_bytes = block_bytes
-        self._stats = EngineStats()
+        self._counters = Counters()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._queue: asyncio.PriorityQueue[_Entry]
@@ -47,7 +49,7 @@ class AiofilesBackend:
 
     def open(self) -> None:
         """Starts the loop's thread and all threads for calls."""
-        self._stats = EngineStats()
+        self._counters = Counters()
         pool = ThreadPoolExecutor(self._queue_depth, thread_name_prefix="offload-aiofiles")
         _start_threads(pool, self._queue_depth)
         is_running = threading.Event()
@@ -62,13 +64,24 @@ class AiofilesBackend:
 
     def submit(self, transfer: Transfer) -> Request:
         """Starts `transfer`."""
-        request = _AiofilesRequest(transfer)
+        request = _AiofilesRequest(transfer, begun_s=self._counters.begin())
         self._loop.call_soon_threadsafe(self._enqueue, request)
         return request
 
-    def stats(self) -> EngineStats:
+    def cancel(self) -> None:
+        """Ends what has not begun."""
+        self._loop.call_soon_threadsafe(self._cancel_waiting)
+
+    def register(self, view: BufferView) -> bool:  # noqa: ARG002
+        """Has no effect here."""
+        return False
+
+    def unregister(self, view: BufferView) -> None:
+        """Has no effect here."""
+
+    def stats(self) -> BackendStats:
         """Returns the counters."""
-        return self._stats
+        return self._counters.stats()
 
     def close(self) -> None:
         """Carries out what was submitted, then ends the thread."""
@@ -98,6 +111,15 @@ class AiofilesBackend:
         priority = int(request.transfer.priority)
         self._queue.put_nowait(_Entry(priority, next(self._sequence), request))
 
+    def _cancel_waiting(self) -> None:
+        while not self._queue.empty():
+            request = self._queue.get_nowait().request
+            if request.has_more():
+                request.cancel()
+                if request.is_complete():
+                    self._finish(request)
+            self._queue.task_done()
+
     async def _work(self, pool: ThreadPoolExecutor) -> None:
         while True:
             # Not kept in a variable: an idle worker would keep the memory of its last transfer.
@@ -113,7 +135,7 @@ class AiofilesBackend:
         if request.has_more():
             self._queue.put_nowait(entry)
         completion = await self._move(request.transfer, start, num_bytes, pool)
-        self._count(request.transfer.operation, num_bytes=completion.done_bytes)
+        self._counters.move(request.transfer.operation, completion.done_bytes)
         request.finish_piece(start, completion)
         if request.is_complete():
             self._finish(request)
@@ -147,15 +169,8 @@ class AiofilesBackend:
             done_bytes, num_retries = resume + count, 0
         return Completion(error=0, done_bytes=done_bytes)
 
-    def _count(self, operation: Operation, *, num_bytes: int = 0, num_requests: int = 0) -> None:
-        if operation is Operation.READ:
-            extra = EngineStats(read_bytes=num_bytes, read_requests=num_requests)
-        else:
-            extra = EngineStats(write_bytes=num_bytes, write_requests=num_requests)
-        self._stats += extra
-
     def _finish(self, request: "_AiofilesRequest") -> None:
-        self._count(request.transfer.operation, num_requests=1)
+        self._counters.end(request.transfer.operation, request.begun_s)
         request.finish()
 
 
@@ -169,12 +184,15 @@ class _Entry:
 class _AiofilesRequest:
     """What is known of a transfer; changed by the loop's thread only, until it is done."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, *, begun_s: float) -> None:
         self.transfer = transfer
+        self.begun_s = begun_s
         self.cut_bytes = 0
         self._num_pieces = 0  # cut and not finished
         self._completion = Completion(error=0, done_bytes=transfer.buffer.num_bytes)
         self._done = threading.Event()
+        self._lock = threading.Lock()  # of the next, and held from done until it was written
+        self._notify_fd: int | None = None
 
     def cut(self, block_bytes: int) -> int:
         num_bytes = min(block_bytes, self.transfer.buffer.num_bytes - self.cut_bytes)
@@ -193,11 +211,27 @@ class _AiofilesRequest:
             if reached < self._completion.done_bytes:
                 self._completion = replace(piece, done_bytes=reached)
 
+    def cancel(self) -> None:
+        reached, self.cut_bytes = self.cut_bytes, self.transfer.buffer.num_bytes
+        self._completion = Completion(error=errno.ECANCELED, done_bytes=reached)
+
     def is_complete(self) -> bool:
         return not self._num_pieces and not self.has_more()
 
     def finish(self) -> None:
-        self._done.set()
+        with self._lock:
+            self._done.set()
+            if self._notify_fd is not None:
+                os.eventfd_write(self._notify_fd, 1)
+
+    def notify(self, event_fd: int | None) -> bool:
+        with self._lock:
+            if event_fd is not None and self._notify_fd is not None:
+                return False
+            self._notify_fd = event_fd
+            if event_fd is not None and self._done.is_set():
+                os.eventfd_write(event_fd, 1)
+            return True
 
     def wait(self, timeout_s: float | None) -> bool:
         return self._done.wait(timeout_s)

@@ -1,35 +1,55 @@
-"""The backends of the C library: `libaio` and `threads`."""
+"""The backends of the C library: `io_uring`, `libaio` and `threads`."""
 
 import errno
+import logging
 import os
 import threading
 import time
 
 from offload._native import aio
 from offload.errors import StorageError
-from offload.storage.backend import EngineStats, Request
+from offload.storage.backend import BackendStats, Request
+from offload.storage.buffer import BufferView
+from offload.storage.faults import FaultPlan
 from offload.storage.transfer import Completion, Operation, Transfer
 
+_LOGGER = logging.getLogger("offload.storage")
 _NATIVE_OPERATION = {Operation.READ: aio.READ, Operation.WRITE: aio.WRITE}
+_DIRECT_ONLY = ("io_uring", "libaio")
 _NS_PER_S = 1_000_000_000
 _SIGNAL_CHECK_S = 0.2
 """Python runs signal handlers between calls into C only: Ctrl-C is seen after this at most."""
 
+_ADVICE = {
+    errno.EPERM: "the kernel's settings or a container forbid it: allow the system call "
+    "(/proc/sys/kernel/io_uring_disabled, the seccomp profile), or use another backend",
+    errno.ENOSYS: "this kernel or a container does not have it: use another backend",
+    errno.EOPNOTSUPP: "the extension was built without liburing: install its header "
+    "(`liburing-dev`) and reinstall `offload`, or use another backend",
+    errno.ENOMEM: "raise RLIMIT_MEMLOCK or free memory, or use another backend",
+}
+_DEFAULT_ADVICE = (
+    "raise /proc/sys/fs/aio-max-nr and the limits on threads and open files, or use another backend"
+)
+
 
 class NativeBackend:
-    """One queue of the C library; under `libaio` a second one, of `threads`, for buffered files.
+    """One queue of the C library; if it is not of `threads`, a second one for buffered files.
 
     The kernel carries out a buffered transfer inside `io_submit`, where it would hold up all
-    others.
+    others, and gives those of `io_uring` to threads whose number it chooses.
     """
 
-    def __init__(self, name: str, *, queue_depth: int, block_bytes: int) -> None:
+    def __init__(
+        self, name: str, *, queue_depth: int, block_bytes: int, faults: FaultPlan | None = None
+    ) -> None:
         self.name = name
+        self._faults = faults
         self._queue_depth = queue_depth
         self._block_bytes = block_bytes
         self._lock = threading.Lock()  # of the two below
         self._queues: dict[str, aio.Queue] = {}
-        self._closed_stats = EngineStats()
+        self._closed_stats = BackendStats()
 
     def open(self) -> None:
         """Opens the queue."""
@@ -39,13 +59,13 @@ class NativeBackend:
                 f"cannot open I/O backend `{self.name}`: expected the compiled extension, found "
                 f"that {reason}; build it with a C compiler, or use the backend `aiofiles`"
             )
-        self._closed_stats = EngineStats()
+        self._closed_stats = BackendStats()
         self._queue(self.name)
 
     def submit(self, transfer: Transfer) -> Request:
         """Starts `transfer`."""
         file = transfer.file
-        queue = self._queue(self.name if file.is_direct else "threads")
+        queue = self._queue(self.name if file.is_direct else self._buffered_name())
         request = queue.submit(
             _NATIVE_OPERATION[transfer.operation],
             fd=file.fd,
@@ -57,7 +77,29 @@ class NativeBackend:
         )
         return _NativeRequest(request)
 
-    def stats(self) -> EngineStats:
+    def cancel(self) -> None:
+        """Ends what has not begun."""
+        with self._lock:
+            for queue in self._queues.values():
+                queue.cancel()
+
+    def register(self, view: BufferView) -> bool:
+        """Announces memory to the kernel, for direct transfers through `io_uring`."""
+        if self.name != "io_uring":
+            return False
+        try:
+            self._queue(self.name).register(address=view.address, num_bytes=view.num_bytes)
+        except OSError as error:
+            _LOGGER.info("memory of %d bytes is not registered: %s", view.num_bytes, error)
+            return False
+        return True
+
+    def unregister(self, view: BufferView) -> None:
+        """Takes `register` back."""
+        if self.name == "io_uring":
+            self._queue(self.name).unregister(address=view.address)
+
+    def stats(self) -> BackendStats:
         """Returns the counters of all queues."""
         with self._lock:
             return sum(map(_stats_of, self._queues.values()), self._closed_stats)
@@ -70,6 +112,9 @@ class NativeBackend:
                 queue.close()
             self._queues.clear()
 
+    def _buffered_name(self) -> str:
+        return "threads" if self.name in _DIRECT_ONLY else self.name
+
     def _queue(self, name: str) -> aio.Queue:
         with self._lock:
             queue = self._queues.get(name)
@@ -79,14 +124,18 @@ class NativeBackend:
 
     def _open_queue(self, name: str) -> aio.Queue:
         try:
-            return aio.Queue(name, queue_depth=self._queue_depth, block_bytes=self._block_bytes)
+            return aio.Queue(
+                name,
+                queue_depth=self._queue_depth,
+                block_bytes=self._block_bytes,
+                faults=None if self._faults is None else _native_faults(self._faults),
+            )
         except OSError as error:
             code = error.errno or errno.EIO
             raise StorageError(
                 f"cannot open I/O backend `{name}`: expected {self._queue_depth} requests in "
-                f"flight, found {errno.errorcode.get(code, code)} ({os.strerror(code)}); raise "
-                "/proc/sys/fs/aio-max-nr and the limits on threads and open files, or use another "
-                "backend",
+                f"flight, found {errno.errorcode.get(code, code)} ({os.strerror(code)}); "
+                f"{_ADVICE.get(code, _DEFAULT_ADVICE)}",
                 errno=code,
             ) from error
 
@@ -111,16 +160,50 @@ class _NativeRequest:
     def is_done(self) -> bool:
         return self._request.is_done()
 
+    def notify(self, event_fd: int | None) -> bool:
+        return self._request.notify(-1 if event_fd is None else event_fd)
+
     def completion(self) -> Completion:
         result = self._request.result()
         return Completion(error=result.error, done_bytes=result.done_bytes)
 
 
-def _stats_of(queue: aio.Queue) -> EngineStats:
+def _stats_of(queue: aio.Queue) -> BackendStats:
     stats = queue.stats()
-    return EngineStats(
+    return BackendStats(
         read_bytes=stats.read_bytes,
         write_bytes=stats.write_bytes,
         read_requests=stats.read_requests,
         write_requests=stats.write_requests,
+        in_flight_s=stats.in_flight_ns / _NS_PER_S,
+        read_s=stats.read_ns / _NS_PER_S,
+        write_s=stats.write_ns / _NS_PER_S,
+        read_latencies=stats.read_latencies,
+        write_latencies=stats.write_latencies,
+    )
+
+
+def _native_faults(plan: FaultPlan) -> aio.Faults:
+    rules = tuple(
+        aio.FaultRule(
+            reads=fault.operation in ("read", "transfer"),
+            writes=fault.operation in ("write", "transfer"),
+            start=fault.start,
+            end=fault.end,
+            per_million=round(fault.probability * 1_000_000),
+            skip=fault.skip,
+            count=fault.count,
+            error=fault.error,
+            max_bytes=fault.max_bytes or 0,
+            delay_ns=int(fault.delay_s * _NS_PER_S),
+        )
+        for fault in plan.transfer_faults()
+    )
+    return aio.Faults(
+        rules=rules,
+        seed=plan.seed,
+        read_bytes_per_s=plan.read_bytes_per_s or 0,
+        write_bytes_per_s=plan.write_bytes_per_s or 0,
+        burst_bytes=plan.burst_bytes,
+        is_half_duplex=plan.is_half_duplex,
     )

@@ -11,6 +11,7 @@ from offload.storage.file import StorageFile
 
 _ADVICE = {
     errno.ENODATA: "the file is shorter than what was asked: it was truncated or never written",
+    errno.ECANCELED: "it was cancelled before all of it had begun; start it again if it is needed",
     errno.ENOSPC: "free space on its file system or choose another path",
     errno.EDQUOT: "raise the quota or choose another path",
     errno.EFBIG: "raise RLIMIT_FSIZE or use a file system with larger files",

@@ -33,6 +33,7 @@ class Gradients:
         sums_of_squares: SumsOfSquares,
     ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
+        self._parameters = parameters
         self._accumulators: dict[nn.Parameter, Accumulator] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         offset = 0
@@ -60,7 +61,14 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             return None
-        accumulator = self._accumulators[parameter]
+        accumulator = self._accumulators.get(parameter)
+        if accumulator is None:
+            name = next((n for n, p in self._parameters.items() if p is parameter), "?")
+            raise ConfigError(
+                f"cannot update parameter `{name}`: expected one that was trainable when the model "
+                "was wrapped, found one that was frozen then and has a gradient now; set "
+                "`requires_grad` before `wrap`"
+            )
         if not isinstance(gradient, StreamedGradient):
             self._take(parameter, gradient.detach())
         elif gradient.accumulator is not accumulator:

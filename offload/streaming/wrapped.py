@@ -14,6 +14,7 @@ from torch import nn
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
 from offload.memory import memory_of, trim_heap
+from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
@@ -63,14 +64,6 @@ class WrapOptions:
     is_training: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """What a commit says of the optimizer."""
-
-    steps: dict[str, int]
-    completed_steps: int
-
-
 class WrappedModel:
     """Keeps a model's parameters, gradients and optimizer state in their tiers.
 
@@ -88,12 +81,12 @@ class WrappedModel:
         kernels: Kernels,
         order: Order,
         building: Building | None = None,
-        resume: ResumePoint | None = None,
+        resume: CommitHead | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
-        self.completed_steps = resume.completed_steps if resume else 0
+        self.completed_steps = resume.step if resume else 0
         self.update_s = 0.0
         self.commit_record_bytes = 0
         self.digest_read_bytes = 0
@@ -101,6 +94,7 @@ class WrappedModel:
         self._kernels = kernels
         self._order = order
         self._building = building
+        self._resume = resume
         self._is_resumed = resume is not None
         self._failure: BaseException | None = None
         self._names: dict[int, str] = {}
@@ -164,8 +158,8 @@ class WrappedModel:
         return name in self.layout.whole
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """Returns the name of a trainable parameter of this model, or None."""
-        if not self.options.is_training or not parameter.requires_grad:
+        """Returns the name of a parameter of this model, or None."""
+        if not self.options.is_training:
             return None
         return self._names.get(id(parameter))
 
@@ -228,13 +222,12 @@ class WrappedModel:
         self._write_dirty()
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
-            {
-                "step": self.completed_steps,
-                "layout": self.layout.to_json(),
-                "steps": self.steps,
-                "optimizer": "muon" if self.layout.whole else self.layout.rule,
-                "metadata": dict(metadata),
-            }
+            CommitHead(
+                step=self.completed_steps,
+                layout=self.layout,
+                steps=self.steps,
+                metadata=dict(metadata),
+            ).to_json()
         )
 
     def state_digest(self) -> str:
@@ -280,9 +273,7 @@ class WrappedModel:
         )
 
     def _stored_layout(self) -> ModelLayout | None:
-        if not self._is_resumed or self._store is None or self._store.head is None:
-            return None
-        return ModelLayout.from_json(self._store.head["layout"])
+        return self._resume.layout if self._resume is not None else None
 
     def _require_no_state(self, rule: str) -> None:
         if self.completed_steps or self._is_resumed:
@@ -331,6 +322,7 @@ class WrappedModel:
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
             co_resident_units=self._co_resident_units,
+            prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
         )

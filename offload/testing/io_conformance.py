@@ -7,6 +7,7 @@ class TestMyBackend(IOConformance):
 ```
 """
 
+import asyncio
 import errno
 import gc
 import os
@@ -311,6 +312,72 @@ class IOConformance:
 
         self._assert_happens(try_once, file)
 
+    def test_an_urgent_read_overtakes_queued_write_back(self, file: StorageFile) -> None:
+        def try_once(engine: Engine) -> bool:
+            slow = _start_slow_reads(engine, file)  # nothing else starts before its next piece
+            behind = engine.write(file, 0, bytes(_SLOW_BYTES), priority=Priority.WRITE_BACK)
+            ahead = engine.read(file, 0, bytearray(_SLOW_BYTES), priority=Priority.PREFETCH)
+            engine.read(file, 0, bytearray(MIB), priority=Priority.NEEDED).wait(_WAIT_S)
+            needed_was_first = not ahead.done() and not behind.done()
+            ahead.wait(_WAIT_S)
+            write_back_was_last = not behind.done()
+            _wait_all([*slow, behind])
+            return needed_was_first and write_back_was_last
+
+        self._assert_happens(try_once, file)
+
+    def test_tickets_can_be_awaited(self, engine: Engine, file: StorageFile) -> None:
+        written = _random_bytes(300 * KIB)
+        found = [bytearray(KIB) for _ in range(300)]
+
+        async def move() -> None:
+            await engine.write(file, 0, written)
+            tickets = [engine.read(file, i * KIB, part) for i, part in enumerate(found)]
+            await asyncio.gather(*(_wait_for(ticket) for ticket in (*tickets, tickets[0])))
+            await tickets[0]
+
+        asyncio.run(move())
+
+        assert b"".join(found) == written
+
+    def test_an_awaited_error_is_raised(self, engine: Engine, file: StorageFile) -> None:
+        async def move() -> None:
+            await engine.read(file, 0, bytearray(MIB))
+
+        with pytest.raises(StorageError) as failure:
+            asyncio.run(move())
+
+        assert failure.value.errno == errno.ENODATA
+
+    def test_the_event_loop_goes_on_while_a_ticket_is_awaited(self, file: StorageFile) -> None:
+        async def count(engine: Engine) -> int:
+            slow = _start_slow_reads(engine, file)
+            task = asyncio.ensure_future(_wait_for(slow[-1]))
+            turns = 0
+            while not task.done():
+                turns += 1
+                await asyncio.sleep(0.0001)
+            return turns
+
+        def try_once(engine: Engine) -> bool:
+            return asyncio.run(count(engine)) > 1
+
+        self._assert_happens(try_once, file)
+
+    def test_a_cancelled_task_leaves_the_transfer_in_flight(self, file: StorageFile) -> None:
+        async def cancel(engine: Engine) -> bool:
+            slow = _start_slow_reads(engine, file)
+            task = asyncio.ensure_future(_wait_for(slow[-1]))
+            await asyncio.sleep(0)
+            was_in_flight = not slow[-1].done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await slow[-1]
+            return was_in_flight
+
+        self._assert_happens(lambda engine: asyncio.run(cancel(engine)), file)
+
     def test_several_threads_may_wait_for_one_ticket(
         self, engine: Engine, file: StorageFile
     ) -> None:
@@ -395,6 +462,40 @@ class IOConformance:
         assert file.path.read_bytes() == written
         _wait_all(tickets)
 
+    def test_close_can_cancel_what_has_not_begun(self, file: StorageFile) -> None:
+        os.ftruncate(file.fd, _SLOW_BYTES)
+
+        def try_once() -> bool:
+            engine = self.make_engine(queue_depth=1, block_bytes=64 * KIB)
+            engine.open()
+            slow = _start_slow_reads(engine, file)
+            last = engine.write(file, 0, b"never written", priority=Priority.WRITE_BACK)
+            engine.close(cancel=True)
+            codes = [_errno_of(ticket) for ticket in (*slow, last)]
+            assert all(ticket.done() for ticket in (*slow, last))
+            assert set(codes) <= {None, errno.ECANCELED}
+            was_cancelled = codes[-1] == errno.ECANCELED
+            return was_cancelled and os.pread(file.fd, 5, 0) != b"never"
+
+        assert any(try_once() for _ in range(_ATTEMPTS))
+
+    def test_an_error_in_the_block_cancels(self, file: StorageFile) -> None:
+        os.ftruncate(file.fd, _SLOW_BYTES)
+
+        def try_once() -> bool:
+            tickets: list[Ticket] = []
+
+            def read_and_stop() -> None:
+                with self.make_engine(queue_depth=1, block_bytes=64 * KIB) as engine:
+                    tickets.extend(_start_slow_reads(engine, file))
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                read_and_stop()
+            return _errno_of(tickets[-1]) == errno.ECANCELED
+
+        assert any(try_once() for _ in range(_ATTEMPTS))
+
     def test_closing_a_file_waits_for_its_transfers(self, engine: Engine, tmp_path: Path) -> None:
         file = open_file(tmp_path / "closed.bin", create=True, direct=False)
         written = _random_bytes(32 * MIB)
@@ -457,6 +558,41 @@ class IOConformance:
             read_bytes=MIB, write_bytes=3 * MIB + 1, read_requests=2, write_requests=1
         )
 
+    def test_path_stats_count_latencies_and_time_in_flight(
+        self, engine: Engine, file: StorageFile
+    ) -> None:
+        for _ in range(3):
+            engine.write(file, 0, bytes(MIB)).wait()
+        engine.read(file, 0, bytearray(MIB)).wait()
+
+        (path,) = engine.path_stats()
+
+        counters = path.counters
+        assert path.backend == engine.name
+        assert counters.engine_stats() == engine.stats()
+        assert sum(counters.write_latencies) == counters.write_requests == 3
+        assert sum(counters.read_latencies) == counters.read_requests == 1
+        assert 0 < counters.in_flight_s <= counters.read_s + counters.write_s + 1e-6
+
+    def test_registered_memory_moves_the_same_bytes(
+        self, engine: Engine, any_file: StorageFile
+    ) -> None:
+        memory = _aligned(4 * MIB)
+        written = _random_bytes(4 * MIB)
+
+        for _ in range(2):
+            is_used = engine.register(memory)
+            assert isinstance(is_used, bool)
+            memory[:] = np.frombuffer(written, np.uint8)
+            engine.write(any_file, 0, memory).wait()
+            memory[:] = 0
+            engine.read(any_file, MIB, memory[MIB:]).wait()
+            engine.unregister(memory)
+            engine.unregister(memory)
+
+        assert memory[MIB:].tobytes() == written[MIB:]
+        assert not memory[:MIB].any()
+
     def test_flush_succeeds_after_writes(self, engine: Engine, any_file: StorageFile) -> None:
         engine.write(any_file, 0, _aligned(MIB)).wait()
 
@@ -475,6 +611,18 @@ class IOConformance:
 
 
 _SLOW_BYTES = 16 * MIB
+
+
+async def _wait_for(ticket: Ticket) -> None:
+    await ticket
+
+
+def _errno_of(ticket: Ticket) -> int | None:
+    try:
+        ticket.wait(_WAIT_S)
+    except StorageError as error:
+        return error.errno
+    return None
 
 
 def _start_slow_reads(engine: Engine, file: StorageFile) -> list[Ticket]:

@@ -19,11 +19,12 @@ static char file[FILE_BYTES];
 static ssize_t (*fault)(const struct ofl_aio_rest *rest); /* 0: no fault */
 static atomic_uint num_calls;
 
-static ssize_t fake_transfer(const struct ofl_aio_rest *rest)
+static ssize_t fake_transfer(struct ofl_aio *queue, const struct ofl_aio_rest *rest)
 {
 	struct ofl_aio_rest now = *rest;
 	ssize_t result = fault ? fault(rest) : 0;
 
+	(void)queue;
 	atomic_fetch_add_explicit(&num_calls, 1, memory_order_relaxed);
 	if (result < 0)
 		return result;
@@ -41,10 +42,13 @@ static ssize_t fake_transfer(const struct ofl_aio_rest *rest)
 }
 
 static struct ofl_aio *open_queue(uint32_t queue_depth,
-				  ssize_t (*transfer)(const struct ofl_aio_rest *rest))
+				  ssize_t (*transfer)(struct ofl_aio *queue,
+						      const struct ofl_aio_rest *rest))
 {
 	static struct ofl_aio_backend_ops ops;
-	const struct ofl_aio_options options = {"test", queue_depth, BLOCK_BYTES};
+	const struct ofl_aio_options options = {.backend = "test",
+						.queue_depth = queue_depth,
+						.block_bytes = BLOCK_BYTES};
 	struct ofl_aio *queue = NULL;
 
 	ops = ofl_aio_backend_threads;
@@ -118,14 +122,16 @@ static ssize_t fault_two_blocks(const struct ofl_aio_rest *rest)
 	return rest->offset / BLOCK_BYTES == 5 ? -ENOSPC : 0;
 }
 
-static ssize_t none_accepted(const struct ofl_aio_rest *rest)
+static ssize_t none_accepted(struct ofl_aio *queue, const struct ofl_aio_rest *rest)
 {
+	(void)queue;
 	(void)rest;
 	return 0;
 }
 
-static ssize_t too_many_accepted(const struct ofl_aio_rest *rest)
+static ssize_t too_many_accepted(struct ofl_aio *queue, const struct ofl_aio_rest *rest)
 {
+	(void)queue;
 	return (ssize_t)rest->len + 1;
 }
 
@@ -226,8 +232,9 @@ static sem_t gate, at_gate;
 static uint64_t started[16];
 static atomic_uint num_started;
 
-static ssize_t gated_transfer(const struct ofl_aio_rest *rest)
+static ssize_t gated_transfer(struct ofl_aio *queue, const struct ofl_aio_rest *rest)
 {
+	(void)queue;
 	started[atomic_fetch_add(&num_started, 1)] = rest->offset;
 	if (rest->fd == GATE_FD) {
 		sem_post(&at_gate);

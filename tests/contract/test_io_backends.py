@@ -1,10 +1,13 @@
 """Each backend of the I/O engine keeps the laws of the conformance class."""
 
+import errno
+
 import pytest
 
 from offload._native import aio
 from offload.errors import ConfigError, StorageError
 from offload.storage.engine import BACKENDS, Engine
+from offload.storage.faults import Fault, FaultPlan
 from offload.testing.io_conformance import IOConformance
 
 needs_extension = pytest.mark.skipif(
@@ -12,18 +15,26 @@ needs_extension = pytest.mark.skipif(
 )
 
 
-def libaio_is_refused() -> bool:
+def is_refused(name: str) -> bool:
     try:
-        with Engine("libaio"):
+        with Engine(name):
             return False
     except StorageError:
         return True
 
 
 @needs_extension
+class TestIoUring(IOConformance):
+    def make_engine(self, **options: int) -> Engine:
+        if is_refused("io_uring"):
+            pytest.skip("no liburing, or the kernel refuses io_uring_setup here")
+        return Engine("io_uring", **options)
+
+
+@needs_extension
 class TestLibaio(IOConformance):
     def make_engine(self, **options: int) -> Engine:
-        if libaio_is_refused():
+        if is_refused("libaio"):
             pytest.skip("the kernel refuses io_setup here")
         return Engine("libaio", **options)
 
@@ -34,6 +45,24 @@ class TestThreads(IOConformance):
         return Engine("threads", **options)
 
 
+@needs_extension
+class TestFault(IOConformance):
+    """The laws hold too if many calls are short, interrupted or late."""
+
+    faults = FaultPlan(
+        seed=7,
+        faults=(
+            Fault(probability=0.1, error=errno.EINTR),
+            Fault(probability=0.1, error=errno.EAGAIN),
+            Fault(probability=0.2, max_bytes=4096),
+            Fault(probability=0.01, delay_s=0.002),
+        ),
+    )
+
+    def make_engine(self, **options: int) -> Engine:
+        return Engine("fault", faults=self.faults, **options)
+
+
 class TestAiofiles(IOConformance):
     def make_engine(self, **options: int) -> Engine:
         return Engine("aiofiles", **options)
@@ -41,8 +70,8 @@ class TestAiofiles(IOConformance):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_engine_says_which_backend_it_uses(name):
-    if name != "aiofiles" and not aio.available():
-        pytest.skip("no extension")
+    if is_refused(name):
+        pytest.skip(f"`{name}` is not available here")
     engine = Engine(name)
 
     with engine:
@@ -51,7 +80,7 @@ def test_engine_says_which_backend_it_uses(name):
 
 def test_auto_takes_the_pure_backend_when_the_extension_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("OFFLOAD_PURE", "1")
-    monkeypatch.setattr("offload.storage.engine._logged", set())
+    monkeypatch.setattr("offload.storage.path_queues._logged", set())
 
     for _ in range(2):
         with Engine() as engine:
@@ -70,21 +99,25 @@ def test_a_named_backend_is_not_replaced_by_another(monkeypatch):
 
 
 @needs_extension
-def test_auto_falls_back_to_threads_when_the_kernel_refuses_libaio(monkeypatch, caplog):
-    monkeypatch.setattr("offload.storage.engine._logged", set())
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EAGAIN])
+def test_auto_takes_the_next_backend_when_the_kernel_refuses_one(monkeypatch, caplog, code):
+    monkeypatch.setattr("offload.storage.path_queues._logged", set())
     opened = aio.Queue
 
     def refuse(name, **options):
-        if name == "libaio":
-            raise OSError(11, "no more requests")
+        if name in ("io_uring", "libaio"):
+            raise OSError(code, "refused")
         return opened(name, **options)
 
     monkeypatch.setattr(aio, "Queue", refuse)
 
-    with Engine() as engine:
-        assert engine.name == "threads"
+    for _ in range(2):
+        with Engine() as engine:
+            assert engine.name == "threads"
 
-    assert "EAGAIN" in caplog.text
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].getMessage().count(errno.errorcode[code]) == 2
 
 
 @pytest.mark.parametrize(

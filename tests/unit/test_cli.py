@@ -28,7 +28,7 @@ from offload.runs.metrics import StepMetrics
 OPTIONS = {
     "offload": {"--version", "--verbose", "-v"},
     "offload train": {"--resume", "--run-dir", "--json"},
-    "offload plan": {"--json"},
+    "offload plan": {"--machine", "--json"},
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
     "offload doctor": {"--json"},
@@ -42,6 +42,21 @@ OPTIONS = {
         "--gradient-dtype",
         "--isa",
         "--rounds",
+        "--plot",
+        "--json",
+    },
+    "offload bench io": {
+        "--size",
+        "--rw",
+        "--bs",
+        "--iodepth",
+        "--ioengine",
+        "--buffered",
+        "--runs",
+        "--tune",
+        "--machine",
+        "--sustained",
+        "--max-bytes",
         "--plot",
         "--json",
     },
@@ -153,7 +168,7 @@ def calls(monkeypatch):
         return Result(_figures() | {"stopped_by": kept.get("stopped_by")})
 
     monkeypatch.setattr(offload.runs.train, "run_training", train)
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _: Result(PLAN))
+    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(PLAN))
     return kept
 
 
@@ -306,7 +321,7 @@ def test_wrong_use_exits_with_2(config, calls, capsys, arguments, as_json):
 @pytest.mark.parametrize("fits", [True, False])
 def test_plan_exits_with_1_where_it_does_not_fit(config, calls, monkeypatch, capsys, fits):
     plan = PLAN | {"fits": fits, "reasons": [] if fits else ["too small"]}
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _: Result(plan))
+    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(plan))
 
     code = run(["plan", str(config), "--json"])
 

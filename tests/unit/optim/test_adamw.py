@@ -55,13 +55,31 @@ def test_a_parameter_of_no_wrapped_model_is_refused_with_its_place(session, mode
         session.AdamW([model.norm.weight, stranger])
 
 
-def test_a_frozen_parameter_is_refused(session):
+def test_frozen_parameters_may_be_given_and_stay_as_they_are(session):
+    model = build(SmallGPT)
+    model.tokens.requires_grad_(False)
+    before = model.tokens.weight.detach().clone()
+    session.wrap(model)
+    optimizer = session.AdamW(model.parameters())
+
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+    assert model.tokens.weight.equal(before)
+    assert session.stats().completed_steps == 1
+
+
+def test_a_gradient_for_a_parameter_that_was_frozen_when_wrapped_is_refused(session):
     model = build(SmallGPT)
     model.tokens.requires_grad_(False)
     session.wrap(model)
+    optimizer = session.AdamW(model.parameters())
+    model.tokens.requires_grad_(True)
 
-    with pytest.raises(ConfigError, match="trainable"):
-        session.AdamW(model.parameters())
+    loss_of(model, 0).backward()
+
+    with pytest.raises(ConfigError, match=r"tokens\.weight.*before `wrap`"):
+        optimizer.step()
 
 
 def test_an_optimizer_before_wrapping_is_refused(session):

@@ -7,7 +7,8 @@ import pytest
 
 from offload.runs.checks import Check, guarded
 from offload.runs.doctor import run_checks
-from offload.runs.path_checks import file_system_type
+from offload.runs.path_checks import path_checks
+from offload.storage.mounts import BlockDevice, Mount, find_device, find_mount
 
 MACHINE = [
     "python",
@@ -20,9 +21,13 @@ MACHINE = [
     "open files",
     "locked memory",
     "aio requests",
+    "file size",
     "memory",
     "huge pages",
+    "container",
+    "NUMA nodes",
 ]
+PATH = ["writable", "file system", "mount options", "O_DIRECT", "flush", "free space", "device"]
 
 
 def test_a_usable_path_is_ok_and_left_as_it_was(tmp_path):
@@ -31,9 +36,9 @@ def test_a_usable_path_is_ok_and_left_as_it_was(tmp_path):
     assert report.ok
     names = [check.name for check in report.checks]
     assert names[: len(MACHINE)] == MACHINE
-    assert names[len(MACHINE) :] == [
-        f"{tmp_path}: {what}" for what in ("writable", "file system", "O_DIRECT", "free space")
-    ]
+    of_path = [name.removeprefix(f"{tmp_path}: ") for name in names[len(MACHINE) :]]
+    assert of_path[: len(PATH)] == PATH
+    assert of_path[-1] == "measured"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +80,7 @@ def test_the_pure_fallbacks_are_a_warning_not_a_failure(tmp_path, monkeypatch):
     found = {check.name: check for check in report.checks}
     assert report.ok
     assert found["extension"].status == "warn"
-    assert found["I/O backend"].found == "aiofiles"
+    assert found["I/O backend"].found.startswith("aiofiles")
     assert found["kernels"].found == "torch"
 
 
@@ -88,7 +93,73 @@ def test_a_check_that_cannot_be_made_is_a_failed_check():
     assert check == Check(name="x", status="fail", found="OSError: no such device", remedy="do y")
 
 
+def found_of(path, what):
+    (check,) = (each for each in path_checks(path) if each.name == f"{path}: {what}")
+    return check
+
+
+@pytest.mark.parametrize(
+    "kind, word",
+    [
+        ("ext4", None),
+        ("xfs", None),
+        ("tmpfs", "memory"),
+        ("nfs4", "network"),
+        ("overlay", "volume"),
+        ("btrfs", "chattr"),
+        ("lustre", "shared"),
+        ("fuse.something", "process"),
+    ],
+)
+def test_each_kind_of_file_system_has_its_remedy(tmp_path, monkeypatch, kind, word):
+    mount = Mount(directory=Path("/"), kind=kind, source="s", options="rw")
+    monkeypatch.setattr("offload.runs.path_checks.find_mount", lambda _: mount)
+
+    check = found_of(tmp_path, "file system")
+
+    assert check.status == ("ok" if word is None else "warn")
+    assert check.remedy is None if word is None else word in check.remedy
+
+
+@pytest.mark.parametrize("options, status", [("rw,relatime", "ok"), ("rw,sync", "warn")])
+def test_mount_options_that_slow_or_endanger_are_named(tmp_path, monkeypatch, options, status):
+    mount = Mount(directory=Path("/"), kind="ext4", source="s", options=options)
+    monkeypatch.setattr("offload.runs.path_checks.find_mount", lambda _: mount)
+
+    assert found_of(tmp_path, "mount options").status == status
+
+
+def test_devices_that_turn_lack_discard_or_are_far_from_the_gpu_are_named(tmp_path, monkeypatch):
+    device = BlockDevice(
+        name="sda",
+        is_rotational=True,
+        discards=False,
+        numa_node=1,
+        logical_block_bytes=512,
+        scheduler=None,
+        model=None,
+    )
+    monkeypatch.setattr("offload.runs.path_checks.find_device", lambda _: device)
+    monkeypatch.setattr("offload.runs.path_checks.gpu_numa_nodes", lambda: [0, None])
+
+    assert found_of(tmp_path, "device").status == "warn"
+    assert found_of(tmp_path, "discard").status == "ok"
+    assert found_of(tmp_path, "NUMA node").status == "warn"
+
+
+def test_a_path_that_cannot_flush_fails(tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("offload.runs.path_checks.os.fsync", refuse)
+
+    report = run_checks([tmp_path])
+
+    assert not report.ok
+
+
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is no mount of its own")
 def test_the_file_system_is_that_of_the_nearest_mount():
-    assert file_system_type(Path("/dev/shm")) == "tmpfs"
-    assert file_system_type(Path("/proc")) == "proc"
+    assert find_mount(Path("/dev/shm")).kind == "tmpfs"
+    assert find_mount(Path("/proc")).kind == "proc"
+    assert find_device(Path("/proc")) is None

@@ -1,0 +1,57 @@
+"""A smoke run of the scripts in `benchmarks/`: they run, print their figures, leave nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def run_script(name, *arguments):
+    command = [sys.executable, ROOT / "benchmarks" / name, *arguments]
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="there is no fio")
+def test_the_comparison_with_fio_gives_ratios(tmp_path):
+    (tmp_path / "path").mkdir()
+    found = tmp_path / "found.json"
+
+    done = run_script(
+        "io_against_fio.py", tmp_path / "path", "--size", "16MiB", "--pairs", "3", "--quick",
+        "--sweep-s", "0.1", "--json", found,
+    )  # fmt: skip
+
+    assert done.returncode in (0, 1), done.stderr  # 16 MiB say nothing about the ratio
+    result = json.loads(found.read_text(encoding="utf-8"))
+    for rw in ("write", "read"):
+        assert len(result["comparisons"][rw]["pairs"]) == 3
+        assert result["comparisons"][rw]["ratio_to_fio"] > 0
+    assert list((tmp_path / "path").iterdir()) == []
+
+
+def test_unequal_paths_are_set_up_measured_and_removed(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    found = tmp_path / "found.json"
+    (tmp_path / "path").mkdir()
+
+    done = run_script(
+        "io_unequal_paths.py", tmp_path / "path", "--size", "32MiB", "--loop-size", "192MiB",
+        "--runs", "1", "--json", found,
+    )  # fmt: skip
+
+    if done.returncode == 77 or "'losetup'" in done.stderr:
+        pytest.skip(f"loop devices or their limits are not allowed here: {done.stderr}")
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(found.read_text(encoding="utf-8"))["read"]["together"] > 0
+    assert list((tmp_path / "path").iterdir()) == []
