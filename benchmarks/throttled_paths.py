@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from offload.bench.update import UpdateOptions, bench_update
+from offload.plan.machine import Machine, PathRates
 
 MB = 10**6
 CGROUP_V1 = Path("/sys/fs/cgroup/blkio")
@@ -95,8 +96,19 @@ def measure(paths, arguments, *, striping, steps, on_step=None):
         host_memory_bytes=int(arguments.parameters * 4) + (200 << 20),
         striping=striping,
         steps=steps,
+        machine=machine_of(paths),
     )
     return bench_update(options, on_step=on_step)
+
+
+def machine_of(paths):
+    """Equal rates: nothing but what is measured in the run tells `adaptive` the paths apart."""
+    rates = {"read_bytes_per_s": 3e8, "write_bytes_per_s": 3e8, "mixed_bytes_per_s": 3e8}
+    return Machine(
+        paths=tuple(PathRates(path=str(path.mount), **rates) for path in paths),
+        copy_bytes_per_s=1e10,
+        update_parameters_per_s=1e9,
+    )
 
 
 def rate_of(report, steps=None):
@@ -165,20 +177,23 @@ def main():
     parser.add_argument("--parameters", type=float, default=1.5e8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="Of all rates.")
     parser.add_argument("--only", choices=("two", "change", "three"))
     arguments = parser.parse_args()
     directory = arguments.directory.absolute()
-    result = {"parameters": int(arguments.parameters), "rounds": arguments.rounds}
+    scale = arguments.scale
+    result = {"parameters": int(arguments.parameters), "rounds": arguments.rounds, "scale": scale}
     size_bytes = int(arguments.parameters * 11) + (400 << 20)
     if arguments.only != "three":
-        with throttled(directory, (400, 200), size_bytes=size_bytes) as paths:
+        with throttled(directory, (400 * scale, 200 * scale), size_bytes=size_bytes) as paths:
             stripings = ("adaptive", "modulo:2:1")
             if arguments.only != "change":
                 result["two_paths_400_200"] = steady(paths, arguments, stripings=stripings)
             if arguments.only != "two":
                 result["second_path_halved"] = after_a_change(paths, arguments, stripings=stripings)
     if arguments.only in (None, "three"):
-        with throttled(directory, (400, 300, 100), size_bytes=int(size_bytes * 0.7)) as paths:
+        rates = (400 * scale, 300 * scale, 100 * scale)
+        with throttled(directory, rates, size_bytes=int(size_bytes * 0.7)) as paths:
             stripings = ("adaptive", "modulo:4:3:1")
             result["three_paths_400_300_100"] = steady(paths, arguments, stripings=stripings)
     json.dump(result, sys.stdout, indent=2)

@@ -57,6 +57,8 @@ class UpdateOptions:
     """Measured, after two that are not."""
     commit_every: int = 0
     """Steps between commits; 0: none."""
+    machine: Machine | None = None
+    """Rates that are known already; None: they are measured before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,8 @@ class _Bench:
 
     def _probe(self) -> Machine:
         options = self._options
+        if options.machine is not None:
+            return options.machine
         with Engine() as engine:
             return probe_machine(
                 options.paths,
