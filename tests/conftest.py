@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 _SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread")
 """Pools of the process that start with their first use and stay."""
@@ -17,6 +18,12 @@ _END_S = 2.0
 def no_machine_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured on this machine has no part in a test."""
     monkeypatch.setenv("OFFLOAD_MACHINE", "")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    # Small tensors gain nothing from more, and lose much where the cores are shared.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ from parity.side_by_side import OPTIONS, require_equal_state, train_both
 import offload
 from offload.errors import StoreError
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):

@@ -14,6 +14,8 @@ from offload.errors import ConfigError, StoreError
 from offload.layout import RULES
 from offload.testing import kernel_oracle
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 CASES = [
     ("Adam", "adam", BETAS | {"lr": 0.01, "weight_decay": 0.1}),

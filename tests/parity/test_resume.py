@@ -5,6 +5,8 @@ import pytest
 
 from offload.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 
 def steps_of(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 
 def dirs(tmp_path, *names):
     for name in names:

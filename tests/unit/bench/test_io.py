@@ -26,6 +26,8 @@ from offload.storage.faults import Fault, FaultPlan
 from offload.storage.file import open_file
 from offload.storage.transfer import Operation
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 PATH_KEYS = {
     "path",
     "filesystem",

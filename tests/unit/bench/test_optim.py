@@ -11,6 +11,8 @@ from offload.cli.app import run
 from offload.errors import ConfigError
 from offload.optim.kernels import kernel_names
 
+pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
+
 RESULT_KEYS = {
     "optimizer",
     "codec",
