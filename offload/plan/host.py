@@ -17,9 +17,9 @@ CACHING_BUFFERS = 6
 UNBOUNDED_BYTES = 1 << 62
 """The budget of a run that is all in memory."""
 WORKSPACE_SHARE = 12
-"""A cache leaves one part in so many of the budget free: workspaces and generated code of
-libraries grow with the model and no budget covers them (40 MiB beside 400 were measured with
-torch 2.13 on the CPU, 2026-11-29)."""
+"""A cache, and slots beyond those needed, leave one part in so many of the budget free: workspaces
+and generated code of libraries grow with the model and no budget covers them (40 MiB beside 400 were
+measured with torch 2.13 on the CPU, 2026-11-29)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def plan_host(
         spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
         cached = min(len(layout.records), spare // state_buffer)
     if slot_bytes and budget_bytes < UNBOUNDED_BYTES:  # what is left lets calls hold more units
-        left = free - (state_buffer * cached)
+        left = max(free - state_buffer * cached - budget_bytes // WORKSPACE_SHARE, 0)
         extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
     return HostPlan(
         budget_bytes=budget_bytes,
