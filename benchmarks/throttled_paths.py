@@ -40,7 +40,8 @@ class ThrottledPath:
         run("fallocate", "-l", str(self._size_bytes), str(self._image))
         command = ("losetup", "-f", "--show", "--direct-io=on", str(self._image))
         self._device = run(*command).strip()
-        lazy = "lazy_itable_init=0,lazy_journal_init=0"
+        # Without `nodiscard` the image would give its space back to the file system below.
+        lazy = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
         run("mkfs.ext4", "-q", "-E", lazy, "-m0", self._device)
         run("mount", self._device, str(self.mount))
         self.set_rate(self.rate)

@@ -5,6 +5,7 @@ a credit in blocks, which grows with its share of every record and shrinks with 
 So the sums follow the shares to within a block, however small the records are.
 """
 
+import math
 from collections.abc import Sequence
 
 from offload.errors import ConfigError
@@ -14,9 +15,10 @@ from offload.policy import PathState
 class Adaptive:
     """Shares by what each path has delivered lately, so that all end at the same time.
 
-    A path that has not been measured yet counts as the mean of the others. A path whose queue
-    would take much longer to drain than the shortest one is behind, whatever its rate was: its
-    share is halved until it has caught up.
+    A path that has not been measured yet counts as the mean of the others. Queues correct what
+    rates get wrong: a path whose queue takes longer to drain than the others' gets a little less.
+    One that would take much longer than the shortest is behind, whatever its rate was: its share
+    is halved until it has caught up.
     """
 
     name = "adaptive"
@@ -27,9 +29,13 @@ class Adaptive:
     def split(self, num_blocks: int, paths: Sequence[PathState]) -> Sequence[int]:
         """Returns the blocks by path, in proportion to recent rates."""
         rates = _filled([_latest(path) for path in paths])
+        drain_s = [
+            path.queued_bytes / rate + _LEAST_DRAIN_S if rate else 0.0
+            for path, rate in zip(paths, rates, strict=True)
+        ]
         shares = [
-            rate / 2 if behind else rate
-            for rate, behind in zip(rates, _are_behind(paths, rates), strict=True)
+            rate * _correction(seconds, drain_s)
+            for rate, seconds in zip(rates, drain_s, strict=True)
         ]
         return self._credits.spend(num_blocks, _usable(shares, paths))
 
@@ -127,14 +133,22 @@ def _latest(path: PathState) -> float | None:
 _BEHIND_FACTOR = 4.0
 _BEHIND_S = 1.0
 """Less than this is the usual depth of a queue, not a delay."""
+_LEAST_DRAIN_S = 0.01
+"""Added to each, so that short queues are not compared by their last block."""
+_GAIN = 0.2
+_MOST_CORRECTION = 1.15
+"""A share is corrected gently: what is taken from a path now it lacks in the next step's reads."""
 
 
-def _are_behind(paths: Sequence[PathState], rates: Sequence[float]) -> list[bool]:
-    drain_s = [
-        path.queued_bytes / rate if rate else 0.0 for path, rate in zip(paths, rates, strict=True)
-    ]
-    limit_s = _BEHIND_FACTOR * min(drain_s) + _BEHIND_S
-    return [seconds > limit_s for seconds in drain_s]
+def _correction(seconds: float, drain_s: Sequence[float]) -> float:
+    """Returns the factor for a path whose queue drains in `seconds`."""
+    if seconds > _BEHIND_FACTOR * min(drain_s) + _BEHIND_S:
+        return 0.5
+    if not seconds:
+        return 1.0
+    mean_s = sum(drain_s) / len(drain_s)
+    correction = math.pow(mean_s / seconds, _GAIN)
+    return min(max(correction, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
 
 
 def _filled(rates: Sequence[float | None]) -> list[float]:

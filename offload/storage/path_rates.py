@@ -25,7 +25,7 @@ _LEAST_MEMORY_BYTES = 64 * MIB
 _STALL_MEMORY_S = 5.0
 """What was measured is forgotten after this much busy time too, so that a path that stands still
 falls back."""
-_CLEARLY_FASTER = 1.25
+_CLEARLY_FASTER = 2.0
 """An interval in which a path ran dry counts from here on: below, it may be chance."""
 
 

@@ -238,7 +238,7 @@ def main():
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--config", type=Path, default=ROOT / "examples" / "quickstart.toml")
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     torture = Torture(
         arguments.directory.absolute(), config=arguments.config, overrides=arguments.overrides,
         seed=time.time_ns(),
