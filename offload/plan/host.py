@@ -18,8 +18,8 @@ UNBOUNDED_BYTES = 1 << 62
 """The budget of a run that is all in memory."""
 WORKSPACE_SHARE = 12
 """A cache, and slots beyond those needed, leave one part in so many of the budget free: workspaces
-and generated code of libraries grow with the model and no budget covers them (40 MiB beside 400 were
-measured with torch 2.13 on the CPU, 2026-11-29)."""
+and generated code of libraries grow with the model and no budget covers them (40 MiB beside 400
+were measured with torch 2.13 on the CPU, 2026-11-29)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
