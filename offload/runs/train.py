@@ -1,10 +1,12 @@
 """Trains as a configuration says: checks, plan, probe, then the run itself."""
 
+import gc
 import logging
 from pathlib import Path
 
 from offload.config import Config
 from offload.errors import ConfigError, StorageError
+from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.bound import update_bound_s
 from offload.plan.lost_work import LostWork
@@ -120,6 +122,8 @@ def _probe_again(
     machine: Machine, config: Config, plan: RunPlan, directory: RunDirectory
 ) -> Machine:
     """Returns the better of each rate then and now: a path's rates drift while a run goes on."""
+    gc.collect()  # the session's arena goes before the probe takes memory of its own
+    trim_heap()
     try:
         return machine.best_of(_probe(config, plan, directory))
     except StorageError as error:  # the run is done and committed: its result must not be lost
