@@ -103,8 +103,7 @@ class StreamedModel:
         # What a backward that raised, or an interrupt, left behind.
         self._until_backward_ends.clear()
         self._until_forward_ends.clear()
-        for unit in self.residency.units:
-            unit.num_holds = 0
+        self.residency.drop_holds()
         self.residency.evict_used()
         mode = "train" if torch.is_grad_enabled() and self.model.training else "evaluate"
         self.residency.trace.begin(mode)

@@ -100,6 +100,11 @@ class Residency:
                 self.evict(unit)
                 self.prefetch()
 
+    def drop_holds(self) -> None:
+        """Ends every hold: no call runs, so what is held was left by one that was interrupted."""
+        for unit in self.units:
+            unit.num_holds = 0
+
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
     ) -> torch.Tensor:
