@@ -71,6 +71,7 @@ class RunPlan:
                 "storage": {
                     "budget_bytes": storage.budget_bytes if storage else None,
                     "planned_bytes": storage.planned_bytes if storage else None,
+                    "cut": asdict(storage.space) if storage else None,
                 },
             },
             "policy": self.policy,
