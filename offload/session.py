@@ -1,6 +1,7 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from offload.policy import resolve_order, resolve_striping
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
-from offload.storage.measured import measured_settings
+from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
 from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
@@ -33,6 +34,8 @@ from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
 from offload.streaming.wrapped import WrapOptions, WrappedModel
+
+_log = logging.getLogger("offload.session")
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -83,8 +86,9 @@ class Session:
         gradient_dtype: `"parameter"` or `"float32"`.
         store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
-        path_rates: Bytes that go in and out again each second on each path, from a profile: what
-            `proportional` striping goes by, and `adaptive` until it has measured.
+        path_rates: Bytes that go in and out again each second on each path, as measured lately:
+            what `proportional` striping goes by, and `adaptive` until it has measured, where the
+            machine's profile, `machine.toml`, lacks a path.
 
     Raises:
         ConfigError: A value is wrong.
@@ -428,16 +432,15 @@ class Session:
         tier = self.config.tiers.storage
         for index, root in enumerate(roots):
             self._engines.append(_open_engine(root, tier.rate_limit_of(index)))
+        rates = self._nominal_rates(roots)
         self._store = BlockStore(
             [
                 StorePath(
                     root=root,
                     capacity_bytes=tier.capacity_of(index),
-                    nominal_bytes_per_s=self._path_rates[index]
-                    if index < len(self._path_rates)
-                    else None,
+                    nominal_bytes_per_s=rate,
                 )
-                for index, root in enumerate(roots)
+                for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
             ],
             engine=self._engines,
             durability=tier.durability,
@@ -455,6 +458,18 @@ class Session:
         self._committed_step = self._resume_point.step
         self._start_draining(self._store)
         self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
+
+    def _nominal_rates(self, roots: list[Path]) -> tuple[float | None, ...]:
+        limits = [self.config.tiers.storage.rate_limit_of(index) for index in range(len(roots))]
+        rates = nominal_rates(roots, probed=self._path_rates, limits=limits)
+        if None in rates and len(roots) > 1 and self.config.policy.striping == "proportional":
+            _log.warning(
+                "`policy.striping` = `proportional` goes by the machine's profile, which has no "
+                "rate for path `%s`: it counts as the mean of the others; measure it with "
+                "`offload bench io PATH --tune`",
+                roots[rates.index(None)],
+            )
+        return rates
 
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint

@@ -7,7 +7,7 @@ import pytest
 
 from offload.runs.checks import Check, guarded
 from offload.runs.doctor import run_checks
-from offload.runs.path_checks import path_checks
+from offload.runs.path_checks import drain_check, path_checks
 from offload.storage.mounts import BlockDevice, Mount, find_device, find_mount
 
 MACHINE = [
@@ -163,3 +163,13 @@ def test_the_file_system_is_that_of_the_nearest_mount():
     assert find_mount(Path("/dev/shm")).kind == "tmpfs"
     assert find_mount(Path("/proc")).kind == "proc"
     assert find_device(Path("/proc")) is None
+
+
+def test_a_missing_drain_target_and_one_on_a_path_are_warnings(tmp_path):
+    nothing = drain_check(None, [tmp_path])
+    beside = drain_check(tmp_path / "not" / "there", [tmp_path])
+    apart = drain_check(Path("/proc"), [tmp_path])
+
+    assert (nothing.status, beside.status, apart.status) == ("warn", "warn", "ok")
+    assert "checkpoint.drain" in nothing.remedy
+    assert str(tmp_path) in beside.found
