@@ -88,5 +88,5 @@ def test_proportional_striping_goes_by_the_profile_of_the_machine(
     )
 
     first, second = inspect_store(tmp_path / "run").bytes_by_path.values()
-    assert first / (first + second) == pytest.approx(0.75, abs=0.05)
+    assert first / (first + second) == pytest.approx(0.75, abs=0.1)  # of 22 blocks
     assert run.store.startswith(paths[0])
