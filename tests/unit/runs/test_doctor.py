@@ -38,7 +38,7 @@ def test_a_usable_path_is_ok_and_left_as_it_was(tmp_path):
     assert names[: len(MACHINE)] == MACHINE
     of_path = [name.removeprefix(f"{tmp_path}: ") for name in names[len(MACHINE) :]]
     assert of_path[: len(PATH)] == PATH
-    assert of_path[-1] == "measured"
+    assert of_path[-2:] == ["measured", "drain target"]
     assert list(tmp_path.iterdir()) == []
 
 
