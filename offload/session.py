@@ -351,6 +351,25 @@ class Session:
         self._require_open("list checkpoints")
         return list(self._store.checkpoints()) if self._store is not None else []
 
+    def delete_checkpoint(self, name: str) -> None:
+        """Deletes checkpoint `name`; what only it kept is free space for the next step.
+
+        Raises:
+            StoreError: There is none of that name, or its copy to `checkpoint.drain` goes on.
+        """
+        self._require_open("delete a checkpoint")
+        if self._store is None or name not in self._store.checkpoints():
+            raise StoreError(
+                f"cannot delete checkpoint `{name}`: expected one of {self.checkpoints()}; correct "
+                "the name"
+            )
+        if self._drain is not None and self._drain.is_draining(name):
+            raise StoreError(
+                f"cannot delete checkpoint `{name}`: expected it to be copied, found that its copy "
+                "goes on; call `session.wait_drained()` first"
+            )
+        self._store.delete_checkpoint(name)
+
     def wait_drained(self) -> list[str]:
         """Waits until all checkpoints are copied; returns a line for each that could not be."""
         if self._drain is None:
@@ -454,6 +473,7 @@ class Session:
         self.metadata = self._resume_point.metadata
         self._committed_step = self._resume_point.step
         self._start_draining(self._store)
+        self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
 
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint

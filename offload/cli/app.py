@@ -19,6 +19,7 @@ from offload.cli.output import (
     Output,
     standard_output,
 )
+from offload.cli.simulate import simulate
 
 # Each command imports what it calls: `offload --help` loads neither torch nor pydantic.
 
@@ -43,6 +44,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 bench_app.command()(update)
+app.command()(simulate)
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)

@@ -48,6 +48,11 @@ class HostPlan:
         return self.state_buffer_bytes + self.parameter_buffer_bytes
 
     @property
+    def num_written_at_once(self) -> int:
+        """The most records that are on their way to storage, by updates and by commits."""
+        return self.num_buffers or CACHING_BUFFERS
+
+    @property
     def planned_bytes(self) -> int:
         return (
             self.gradient_bytes

@@ -4,7 +4,8 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,10 +29,12 @@ from offload.optim.pipeline import (
 )
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
+from offload.optim.written import written_by_commit, written_until_commit
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order
 from offload.storage.store import BlockStore
+from offload.storage.tickets import StoreTicket
 from offload.streaming.adoption import Adoption
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
@@ -196,11 +199,14 @@ class WrappedModel:
         """Updates the named parameters and counts one completed step.
 
         Raises:
+            StorageError: With `errno` ENOSPC, the paths have no room for what the step may write;
+                nothing was changed, and once there is room it may be done.
             StorageError, CorruptStateError: A transfer failed: the state is between two steps,
                 and no commit is accepted any more.
         """
         self._require_whole("update")
         started = time.perf_counter()
+        self._require_room_for_step()
         self._leave_slots()
         if self._gradients is not None:
             self._gradients.settle()
@@ -250,6 +256,7 @@ class WrappedModel:
         assert self._store is not None
         before = self._store.stats().write_bytes
         self._settle_edits()
+        self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
         self._write_dirty()
         buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
@@ -589,34 +596,40 @@ class WrappedModel:
     def _write_dirty(self) -> None:
         """Writes resident records and parameters that differ from the store's."""
         assert self._store is not None
-        dirty, state = self._state.dirty, self._state
-        tickets = []
-        if state.records is not None:
-            for record in self.layout.records:
-                if state_key(record) in dirty:
-                    memory = memory_of(state.records[record.name])
-                    ticket = self._store.write(
-                        state_key(record), memory, num_bytes=record.num_bytes
-                    )
-                    tickets.append(ticket)
-        for record in self.layout.records:
-            cached = self._window.cached_state(record)
-            if cached is not None and state_key(record) in dirty:
-                ticket = self._store.write(state_key(record), cached, num_bytes=record.num_bytes)
-                tickets.append(ticket)
-        if state.parameters is not None:
-            for name, subgroups in self.layout.subgroups.items():
-                memory = memory_of(state.parameters[name])
-                for s in subgroups:
-                    if parameter_key(s) in dirty:
-                        part = memory[s.offset_bytes : s.offset_bytes + s.padded_parameter_bytes]
-                        ticket = self._store.write(
-                            parameter_key(s), part, num_bytes=s.parameter_bytes
-                        )
-                        tickets.append(ticket)
-        for ticket in tickets:
+        in_flight: deque[StoreTicket] = deque()
+        for key, memory, num_bytes in self._dirty_parts():
+            if len(in_flight) == self.plan.num_written_at_once:
+                in_flight.popleft().wait()
+            in_flight.append(self._store.write(key, memory, num_bytes=num_bytes))
+        for ticket in in_flight:
             ticket.wait()
-        dirty.clear()
+        self._state.dirty.clear()
+
+    def _dirty_parts(self) -> Iterator[tuple[str, memoryview, int]]:
+        """Yields the store's name, the memory and the bytes in use of each."""
+        dirty, state = self._state.dirty, self._state
+        for record in self.layout.records:
+            key, memory = state_key(record), self._window.cached_state(record)
+            if state.records is not None:
+                memory = memory_of(state.records[record.name])
+            if memory is not None and key in dirty:
+                yield key, memory, record.num_bytes
+        for name, flat in (state.parameters or {}).items():
+            memory = memory_of(flat)
+            for s in self.layout.subgroups[name]:
+                if parameter_key(s) in dirty:
+                    stop = s.offset_bytes + s.padded_parameter_bytes
+                    yield parameter_key(s), memory[s.offset_bytes : stop], s.parameter_bytes
+
+    def _require_room_for_step(self) -> None:
+        if self._store is not None:
+            commits = self._store.durability == "commit"
+            groups = written_until_commit(self._state, commits=commits)
+            self._require_room(groups, what=f"make step {self.completed_steps + 1}")
+
+    def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
+        assert self._store is not None
+        self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)
 
     def _require_whole(self, action: str) -> None:
         if self._failure is not None:

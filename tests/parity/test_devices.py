@@ -161,3 +161,19 @@ def test_evaluation_of_a_frozen_model_moves_nothing_back(tmp_path):
                 assert same_bits(loss_of(model, index), loss_of(plain, index))
 
         assert session._device.copied_out_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+def test_a_configured_run_on_the_device_equals_one_in_memory(
+    tmp_path, small_config, train, parameters
+):
+    changes = {"train__steps": 4, "train__max_grad_norm": 1.0, "policy__parameters": parameters}
+    device = {"tiers__device__kind": "emulated", "tiers__device__memory": "1MiB"}
+
+    streamed = train(small_config(**changes, **device), run_dir=tmp_path / "streamed")
+    in_memory = train(small_config(**changes, offload=False), run_dir=tmp_path / "memory")
+
+    assert streamed.losses == in_memory.losses
+    assert streamed.state_digest == in_memory.state_digest
+    assert streamed.device_peak_bytes <= streamed.device_budget_bytes == 1 << 20

@@ -29,6 +29,7 @@ OPTIONS = {
     "offload": {"--version", "--verbose", "-v"},
     "offload train": {"--resume", "--run-dir", "--json"},
     "offload plan": {"--machine", "--json"},
+    "offload simulate": {"--json"},
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
     "offload clean": {"--delete", "--json"},
