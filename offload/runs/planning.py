@@ -10,6 +10,7 @@ from typing import Literal, cast
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
@@ -54,6 +55,7 @@ def plan_run(
         layout=layout,
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
+        device=_plan_device(config, layout, discovered),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
@@ -142,6 +144,20 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
+        is_unified=config.tiers.device.kind == "cpu",
+    )
+
+
+def _plan_device(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel
+) -> DevicePlan | None:
+    if config.tiers.device.kind == "cpu" or not config.offload:
+        return None
+    return plan_device(
+        layout,
+        budget_bytes=config.tiers.device.memory,
+        co_resident_units=discovered.co_resident_units,
+        prefetch_distance=config.policy.prefetch,
     )
 
 
