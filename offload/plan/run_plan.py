@@ -5,6 +5,7 @@ from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
@@ -22,6 +23,8 @@ class RunPlan:
     storage: StoragePlan | None
     """None where nothing is stored."""
     storage_path: str
+    device: DevicePlan | None = None
+    """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
     policy: dict[str, str]
     endurance_bytes: int | None = None
@@ -36,7 +39,8 @@ class RunPlan:
     @property
     def reasons(self) -> list[str]:
         """Why the run does not fit; empty if it does."""
-        found = [] if self.host is None else _host_reasons(self.host)
+        found = [] if self.host is None else _reasons(self.host)
+        found.extend([] if self.device is None else _reasons(self.device))
         if self.storage is not None:
             found.extend(self.storage.reasons(path=self.storage_path))
         return found
@@ -52,17 +56,20 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`; what does not apply or is not known is None."""
-        host, storage = self.host, self.storage
+        host, storage, device = self.host, self.storage, self.device
         return {
             "fits": self.fits,
             "reasons": self.reasons,
             "smallest": {
                 "host_memory": host.smallest_bytes if host else None,
-                "device_memory": None,
+                "device_memory": device.smallest_bytes if device else None,
                 "storage": storage.planned_bytes if storage else None,
             },
             "tiers": {
-                "device": {"budget_bytes": None, "planned_bytes": None},
+                "device": {
+                    "budget_bytes": device.budget_bytes if device else None,
+                    "planned_bytes": device.planned_bytes if device else None,
+                },
                 "host": {
                     "budget_bytes": host.budget_bytes if host else None,
                     "planned_bytes": host.planned_bytes if host else None,
@@ -71,6 +78,7 @@ class RunPlan:
                 "storage": {
                     "budget_bytes": storage.budget_bytes if storage else None,
                     "planned_bytes": storage.planned_bytes if storage else None,
+                    "cut": asdict(storage.space) if storage else None,
                 },
             },
             "policy": self.policy,
@@ -110,9 +118,9 @@ class RunPlan:
         return self.endurance_bytes // per_drive
 
 
-def _host_reasons(host: HostPlan) -> list[str]:
+def _reasons(plan: HostPlan | DevicePlan) -> list[str]:
     try:
-        host.require_fit()
+        plan.require_fit()
     except PlanError as error:
         return [str(error)]
     return []

@@ -3,16 +3,18 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.machine_profile import MachineProfile, read_profile
 from offload.plan.run_plan import RunPlan
-from offload.plan.storage import StoragePlan, store_bytes
+from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
@@ -51,6 +53,7 @@ def plan_run(
         layout=layout,
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
+        device=_plan_device(config, layout, discovered),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
@@ -119,6 +122,20 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
+        is_unified=config.tiers.device.kind == "cpu",
+    )
+
+
+def _plan_device(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel
+) -> DevicePlan | None:
+    if config.tiers.device.kind == "cpu" or not config.offload:
+        return None
+    return plan_device(
+        layout,
+        budget_bytes=config.tiers.device.memory,
+        co_resident_units=discovered.co_resident_units,
+        prefetch_distance=config.policy.prefetch,
     )
 
 
@@ -126,23 +143,27 @@ def _plan_storage(
     config: Config, layout: ModelLayout, host: HostPlan, stores: Sequence[Path]
 ) -> StoragePlan:
     tier = config.tiers.storage
-    free: list[int] = []
-    capacities: list[int] = []
+    paths = []
     for index, directory in enumerate(_existing_directories(config, stores)):
-        taken = _bytes_below(stores[index] if stores else None)
-        free.append(shutil.disk_usage(directory).free + taken)
-        capacity = tier.capacity_of(index)
-        capacities.append(free[-1] if capacity is None else min(capacity, free[-1]))
+        usage = shutil.disk_usage(directory)
+        path = StoragePath(
+            device=directory.stat().st_dev,
+            total_bytes=usage.total,
+            free_bytes=usage.free,
+            taken_bytes=_bytes_below(stores[index] if stores else None),
+            capacity_bytes=tier.capacity_of(index),
+        )
+        paths.append(path)
     return StoragePlan(
-        planned_bytes=store_bytes(
+        space=store_space(
             layout,
             block_bytes=BLOCK_BYTES,
             durability=tier.durability,
-            window_bytes=host.buffer_bytes * host.num_buffers,
+            num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
         ),
-        free_bytes=sum(free),
-        capacity_bytes=sum(capacities) if tier.capacity else None,
+        free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
+        capacity_bytes=usable_bytes(paths) if tier.capacity else None,
     )
 
 

@@ -4,13 +4,15 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
 from offload.memory import memory_of, trim_heap
@@ -27,19 +29,23 @@ from offload.optim.pipeline import (
 )
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
+from offload.optim.written import written_by_commit, written_until_commit
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order
 from offload.storage.store import BlockStore
+from offload.storage.tickets import StoreTicket
 from offload.streaming.adoption import Adoption
-from offload.streaming.buffers import ModelBuffers
+from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
+from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
-from offload.streaming.residency import Residency
+from offload.streaming.residency import ParameterTier, Residency
 from offload.streaming.rollback import read_back
-from offload.streaming.tier import StoredUnits
+from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.unit import StreamedUnit
 
 logger = logging.getLogger("offload.streaming")
@@ -51,11 +57,13 @@ class WrapOptions:
 
     Attributes:
         budget_bytes: Of the host tier; None: as much as the model needs.
+        device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
     budget_bytes: int | None
+    device_budget_bytes: int | None = None
     parameters: Placement
     optimizer: Placement
     codec: str
@@ -84,8 +92,10 @@ class WrappedModel:
         order: Order,
         building: Building | None = None,
         resume: CommitHead | None = None,
+        device: Device | None = None,
     ) -> None:
         self.model = model
+        self.device = CpuDevice() if device is None else device
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
         self.completed_steps = resume.step if resume else 0
@@ -102,6 +112,8 @@ class WrappedModel:
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
+        self._device_memory: DeviceMemory | None = None
+        self._staged: StagedUnits | None = None
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
@@ -118,7 +130,9 @@ class WrappedModel:
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
         self.plan = self._make_plan(self.layout)
+        self.device_plan = self._make_device_plan()
         self.plan.require_fit()
+        self.device_plan.require_fit()
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -126,7 +140,8 @@ class WrappedModel:
         self._adopt()
         if self._resume is not None and self._store is not None:
             ModelBuffers(self.model).read(self._store, self._resume.buffers)
-        if self.options.parameters == "storage":
+        if self._is_streamed:
+            move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
         self._note_versions()
 
@@ -136,6 +151,10 @@ class WrappedModel:
             self._gradients.close()
         if self._streamed is not None:
             self._streamed.close()
+        if self._staged is not None:
+            self._staged.close()
+        if self._device_memory is not None:
+            self.device.unregister_host(self._memory.whole)
 
     # What the optimizer asks.
 
@@ -180,12 +199,17 @@ class WrappedModel:
         """Updates the named parameters and counts one completed step.
 
         Raises:
+            StorageError: With `errno` ENOSPC, the paths have no room for what the step may write;
+                nothing was changed, and once there is room it may be done.
             StorageError, CorruptStateError: A transfer failed: the state is between two steps,
                 and no commit is accepted any more.
         """
         self._require_whole("update")
         started = time.perf_counter()
+        self._require_room_for_step()
         self._leave_slots()
+        if self._gradients is not None:
+            self._gradients.settle()
         try:
             self._run_pipeline(updates)
             for name in updates:
@@ -218,6 +242,11 @@ class WrappedModel:
         return self._memory.budget.peak_bytes
 
     @property
+    def device_peak_bytes(self) -> int | None:
+        """Most bytes leased at one time on the device; None where host arenas are its arenas."""
+        return None if self._device_memory is None else self._device_memory.budget.peak_bytes
+
+    @property
     def residency(self) -> Residency | None:
         return self._residency
 
@@ -227,6 +256,7 @@ class WrappedModel:
         assert self._store is not None
         before = self._store.stats().write_bytes
         self._settle_edits()
+        self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
         self._write_dirty()
         buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
@@ -358,17 +388,35 @@ class WrappedModel:
             prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
+            is_unified=self.device.is_unified,
         )
+
+    def _make_device_plan(self) -> DevicePlan:
+        return plan_device(
+            self.layout,
+            budget_bytes=self.options.device_budget_bytes,
+            co_resident_units=self._co_resident_units,
+            prefetch_distance=self.options.prefetch_distance,
+            holds_all=self.options.budget_bytes is None,
+        )
+
+    @property
+    def _is_streamed(self) -> bool:
+        return self.options.parameters == "storage" or not self.device.is_unified
 
     def _take_memory(self) -> None:
         options = self.options
         self._memory = memory = HostMemory(self.plan)
+        if not self.device.is_unified:
+            self.device.register_host(memory.whole)
+            self._device_memory = DeviceMemory(self.device_plan, self.device)
         if options.is_training:
             self._gradients = Gradients(
                 self.layout,
                 self._parameters,
                 region=memory.gradients,
                 dtype=options.gradient_dtype,
+                device=self.device,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
             )
         self._lay_out_state()
@@ -414,25 +462,38 @@ class WrappedModel:
             )
 
     def _attach(self, discovered: DiscoveredModel) -> None:
-        assert self._store is not None
-        if self._memory.slots is None:  # a model without parameters
+        if not self.layout.parameter_bytes:  # nothing to stream
             return
         units = [
-            StreamedUnit(unit, index, self._parameters)
+            StreamedUnit(unit, index, self._parameters, device=self.device.torch_device)
             for index, unit in enumerate(self.layout.units)
         ]
         for unit in units:
             for binding in unit.bindings:
                 binding.detach()
+        slots = self._memory.slots if self._device_memory is None else self._device_memory.slots
+        assert slots is not None
         self._residency = Residency(
             units,
-            pool=self._memory.slots,
-            tier=StoredUnits(self.layout, self._store),
+            pool=slots,
+            tier=self._make_tier(),
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
+            device=self.device,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
+
+    def _make_tier(self) -> ParameterTier:
+        if self._state.parameters is not None:
+            return HostUnits(self.layout, self._state.parameters, self.device)
+        assert self._store is not None
+        stored = StoredUnits(self.layout, self._store)
+        if self.device.is_unified:
+            return stored
+        assert self._memory.slots is not None
+        self._staged = StagedUnits(stored, self._memory.slots, self.device)
+        return self._staged
 
     def _trainable(self) -> list[ParameterFacts]:
         return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
@@ -490,6 +551,8 @@ class WrappedModel:
     def _give_slots_back(self) -> None:
         assert self._residency is not None
         self._residency.evict_unheld()
+        if self._staged is not None:
+            self._staged.drain()
         gc.collect()
 
     def _settle_edits(self) -> None:
@@ -533,34 +596,40 @@ class WrappedModel:
     def _write_dirty(self) -> None:
         """Writes resident records and parameters that differ from the store's."""
         assert self._store is not None
-        dirty, state = self._state.dirty, self._state
-        tickets = []
-        if state.records is not None:
-            for record in self.layout.records:
-                if state_key(record) in dirty:
-                    memory = memory_of(state.records[record.name])
-                    ticket = self._store.write(
-                        state_key(record), memory, num_bytes=record.num_bytes
-                    )
-                    tickets.append(ticket)
-        for record in self.layout.records:
-            cached = self._window.cached_state(record)
-            if cached is not None and state_key(record) in dirty:
-                ticket = self._store.write(state_key(record), cached, num_bytes=record.num_bytes)
-                tickets.append(ticket)
-        if state.parameters is not None:
-            for name, subgroups in self.layout.subgroups.items():
-                memory = memory_of(state.parameters[name])
-                for s in subgroups:
-                    if parameter_key(s) in dirty:
-                        part = memory[s.offset_bytes : s.offset_bytes + s.padded_parameter_bytes]
-                        ticket = self._store.write(
-                            parameter_key(s), part, num_bytes=s.parameter_bytes
-                        )
-                        tickets.append(ticket)
-        for ticket in tickets:
+        in_flight: deque[StoreTicket] = deque()
+        for key, memory, num_bytes in self._dirty_parts():
+            if len(in_flight) == self.plan.num_written_at_once:
+                in_flight.popleft().wait()
+            in_flight.append(self._store.write(key, memory, num_bytes=num_bytes))
+        for ticket in in_flight:
             ticket.wait()
-        dirty.clear()
+        self._state.dirty.clear()
+
+    def _dirty_parts(self) -> Iterator[tuple[str, memoryview, int]]:
+        """Yields the store's name, the memory and the bytes in use of each."""
+        dirty, state = self._state.dirty, self._state
+        for record in self.layout.records:
+            key, memory = state_key(record), self._window.cached_state(record)
+            if state.records is not None:
+                memory = memory_of(state.records[record.name])
+            if memory is not None and key in dirty:
+                yield key, memory, record.num_bytes
+        for name, flat in (state.parameters or {}).items():
+            memory = memory_of(flat)
+            for s in self.layout.subgroups[name]:
+                if parameter_key(s) in dirty:
+                    stop = s.offset_bytes + s.padded_parameter_bytes
+                    yield parameter_key(s), memory[s.offset_bytes : stop], s.parameter_bytes
+
+    def _require_room_for_step(self) -> None:
+        if self._store is not None:
+            commits = self._store.durability == "commit"
+            groups = written_until_commit(self._state, commits=commits)
+            self._require_room(groups, what=f"make step {self.completed_steps + 1}")
+
+    def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
+        assert self._store is not None
+        self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)
 
     def _require_whole(self, action: str) -> None:
         if self._failure is not None:

@@ -10,10 +10,15 @@ PLACEMENTS = [("host", "host"), ("storage", "host"), ("host", "storage"), ("stor
 SMALL_RECORD_ELEMENTS = 4096
 
 
+DEVICE = "cpu"
+"""Where sessions compute unless they name another device; the fixture `device` sets it."""
+
+
 def open_session(
     tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, prefetch=2, **options
 ):
     parameters, optimizer = placement
+    options.setdefault("device", DEVICE)
     policy = {"parameters": parameters, "optimizer": optimizer, "prefetch": prefetch}
     store = tmp_path / f"{parameters}-{optimizer}"
     return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
