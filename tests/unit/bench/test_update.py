@@ -96,7 +96,7 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
     assert deepspeed.write_bytes_per_step == pytest.approx(16 * PARAMETERS, rel=0.01)
     assert len(deepspeed.paths) == 1
     assert mlp.formula_read_bytes_per_step == pytest.approx(mlp.read_bytes_per_step, rel=0.05)
-    assert mlp.write_bytes_per_step == mlp.read_bytes_per_step < 12 * PARAMETERS
+    assert max(mlp.read_bytes_per_step, mlp.write_bytes_per_step) < 12 * PARAMETERS
     assert [moved.write_bytes > 0 for moved in mlp.paths] == [True, True]
 
 
