@@ -69,6 +69,7 @@ OPTIONS = {
         "--codec",
         "--order",
         "--striping",
+        "--baseline",
         "--compute-s",
         "--steps",
         "--commit-every",
