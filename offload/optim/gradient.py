@@ -33,14 +33,30 @@ class Accumulator:
         scales: Pending factors, each an fp32 value, multiplied one after the other.
     """
 
-    def __init__(self, name: str, memory: torch.Tensor, sums_of_squares: SumsOfSquares) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: torch.Tensor,
+        sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            name: The parameter's.
+            memory: See above.
+            sums_of_squares: For norms.
+            before_write: Called before the memory changes: an update may still have to read it.
+        """
         self.name = name
         self.memory = memory
         self.scales: list[float] = []
         self._sums_of_squares = sums_of_squares
+        self._before_write = before_write
 
     def start(self, gradient: torch.Tensor) -> None:
         """Takes the first gradient of a step: copied, nothing pending."""
+        self._before_write()
         self.scales.clear()
         self.memory.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
@@ -55,8 +71,15 @@ class Accumulator:
     def apply_scales(self) -> None:
         """Multiplies the memory by what is pending, rounded once to nearest even."""
         if self.scales:
+            self._before_write()
             self.memory.copy_(self._scaled())
             self.scales.clear()
+
+    def writable(self) -> torch.Tensor:
+        """Returns the memory for writing, or for aliases through which it may be written."""
+        self._before_write()
+        self.apply_scales()
+        return self.memory
 
     def read(self) -> torch.Tensor:
         """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
@@ -99,8 +122,7 @@ class StreamedGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the gradient's values as an array over the accumulator's memory."""
-        self.accumulator.apply_scales()
-        return self.accumulator.memory.numpy(force=force)
+        return self.accumulator.writable().numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the gradient's values as nested lists."""
@@ -133,8 +155,7 @@ def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return value
         if id(value) not in aliased:
             return value.accumulator.read()
-        value.accumulator.apply_scales()
-        memory = value.accumulator.memory
+        memory = value.accumulator.writable()
         handed_out[id(memory)] = value
         return memory
 

@@ -1,6 +1,6 @@
 """Gradients: taken as they appear, kept in the host arena, shown as `p.grad`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class Gradients:
         region: memoryview,
         dtype: str,
         sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None],
     ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
         self._parameters = parameters
@@ -49,7 +50,7 @@ class Gradients:
             for placed in shard.parameters:
                 parameter = parameters[placed.facts.name]
                 memory = flat[placed.start : placed.stop].view(placed.facts.shape)
-                accumulator = Accumulator(placed.facts.name, memory, sums_of_squares)
+                accumulator = Accumulator(placed.facts.name, memory, sums_of_squares, before_write)
                 self._accumulators[parameter] = accumulator
                 self._prepare(parameter, memory.dtype)
 

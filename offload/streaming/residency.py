@@ -137,6 +137,10 @@ class Residency:
         assert unit.base is not None
         return unit.base
 
+    def look(self, index: int) -> None:
+        """Fetches a unit for a look from outside a pass."""
+        self.fetch(self.units[index], is_recorded=False)
+
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow."""
         ahead = 0

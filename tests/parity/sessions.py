@@ -11,10 +11,23 @@ SMALL_RECORD_ELEMENTS = 4096
 
 
 def open_session(
-    tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, prefetch=2, **options
+    tmp_path,
+    placement=("storage", "storage"),
+    *,
+    budget_bytes=1 << 20,
+    prefetch=2,
+    order="resident",
+    overlap="forward",
+    **options,
 ):
     parameters, optimizer = placement
-    policy = {"parameters": parameters, "optimizer": optimizer, "prefetch": prefetch}
+    policy = {
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "prefetch": prefetch,
+        "order": order,
+        "overlap": overlap,
+    }
     store = tmp_path / f"{parameters}-{optimizer}"
     return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
 
