@@ -168,9 +168,17 @@ class DeviceTierConfig(Section):
     """Where the model computes."""
 
     kind: DeviceKind = "cpu"
-    """`"cpu"` computes in host memory; there is no second copy."""
+    """`"cpu"` computes in host memory; there is no second copy. `"cuda"` is the current CUDA
+    device. `"emulated"` is a device's memory and its link to the host, computing on the CPU: it
+    shows on any machine what a device would do."""
     memory: Size | None = None
-    """Budget of the device tier; on `cpu` the host's budget holds, so leave it out."""
+    """Budget of the device tier, for parameters; on `cpu` the host's budget holds, so leave it
+    out. Without it the tier takes the smallest that works and what is fetched ahead."""
+    link_rate: Size | None = None
+    """Bytes/s of the emulated device's link, in each direction; without it, no limit. Only with
+    `kind = "emulated"`."""
+    link_latency: Duration | None = None
+    """Time that each copy over the emulated link takes beside that."""
 
 
 class HostTierConfig(Section):

@@ -17,7 +17,6 @@ class Problem:
 
 
 _SUPPORTED: dict[str, tuple[object, ...]] = {
-    "tiers.device.kind": ("cpu",),
     "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
     "policy.overlap": ("none", "forward"),
@@ -49,6 +48,14 @@ def _tier_problems(config: Config) -> Iterator[Problem]:
             expected="nothing, as on device `cpu` the budget is `tiers.host.memory`",
             found=tiers.device.memory,
         )
+    for key in ("link_rate", "link_latency"):
+        value = getattr(tiers.device, key)
+        if value is not None and tiers.device.kind != "emulated":
+            yield Problem(
+                key=f"tiers.device.{key}",
+                expected="nothing, as only device `emulated` has a link of a chosen rate",
+                found=value,
+            )
     if config.checkpoint.save_every and tiers.storage.durability == "none":
         yield Problem(
             key="checkpoint.save_every",

@@ -33,7 +33,8 @@ class DeferredUpdates:
         wait_s: Time for which the caller's thread waited for updates.
         io_wait_s: The part of it in which the updates waited for storage.
 
-    Concurrency: All methods from one thread, the caller's; callbacks run in either.
+    Concurrency: One thread calls; others may wait too, uncounted. Callbacks run in the updates'
+        thread or the one that asks for them.
     """
 
     def __init__(self, policy: Overlap, stalls: StallAccount) -> None:
@@ -55,6 +56,7 @@ class DeferredUpdates:
         self._callbacks: dict[int, list[Callable[[], None]]] = {}
         self._job: UpdateJob | None = None
         self._num_threads = 1
+        self._caller = 0
         self._failure: BaseException | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -99,6 +101,7 @@ class DeferredUpdates:
         """
         assert not self.is_pending
         self.reads_gradients = True
+        self._caller = threading.get_ident()
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched)
         self._sequence = [
@@ -143,7 +146,10 @@ class DeferredUpdates:
         callback()
 
     def wait_for(self, unit: int) -> float:
-        """Waits until no update of the unit is pending, which comes next; returns how long.
+        """Waits until no update of the unit is pending, which comes next.
+
+        Returns:
+            For how long the caller's thread waited.
 
         Raises:
             StorageError, CorruptStateError: The updates failed.
@@ -194,16 +200,18 @@ class DeferredUpdates:
         self._pipeline.wake()  # it may wait for another record's transfers
         with self._changed:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
+        if not is_reached():
+            assert self._failure is not None
+            self.was_raised = True
+            raise self._failure
+        if threading.get_ident() != self._caller:  # it waits ahead of the caller
+            return 0.0
         waited_s = time.perf_counter() - started_s
         io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)
         self.wait_s += waited_s
         self.io_wait_s += io_s
         self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
         self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
-        if not is_reached():
-            assert self._failure is not None
-            self.was_raised = True
-            raise self._failure
         return waited_s
 
     # In the thread of the updates.

@@ -77,6 +77,7 @@ class StepRecorder:
             skipped=facts.outcome.skipped,
             validation_loss=facts.validation_loss,
             written_bytes_per_day=_per_day(moved.write_bytes, times.step_s),
+            store_bytes=sum(path.live_bytes for path in after.paths) or None,
         )
         self.steps.append(metrics)
         self._times.append(times)

@@ -141,7 +141,13 @@ class TrainingRun:
         model = session.wrap(model)
         model.train()
         optimizer = make_optimizer(session, model, self._config.optimizer)
-        return TrainingLoop(config=self._config, model=model, optimizer=optimizer, text=self._text)
+        return TrainingLoop(
+            config=self._config,
+            model=model,
+            optimizer=optimizer,
+            text=self._text,
+            device=session.device,
+        )
 
     def _restore(self, session: Session) -> int:
         if not self._directory.is_resumed:

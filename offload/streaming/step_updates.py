@@ -13,7 +13,7 @@ from offload.policy import Order, Overlap
 from offload.storage.stalls import StallAccount
 from offload.streaming.pending import PendingUnits
 from offload.streaming.resident import ResidentUnits
-from offload.streaming.tier import StoredUnits
+from offload.streaming.tier import HostUnits, StoredUnits
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.trace import AccessTrace
 
@@ -47,10 +47,10 @@ class StepUpdates:
         if self.deferred is not None:
             self.deferred.use(state.layout, self.pipeline)
 
-    def gate(self, layout: ModelLayout, tier: StoredUnits) -> PendingUnits | StoredUnits:
-        """Returns `tier`, in which a unit is read when no update of it is pending."""
+    def gate(self, layout: ModelLayout, tier: StoredUnits | HostUnits) -> PendingUnits | None:
+        """Returns a tier over `tier` that reads no unit before its update; None: none is needed."""
         if self.deferred is None:
-            return tier
+            return None
         self._units = PendingUnits(layout, tier, self.deferred)
         return self._units
 

@@ -4,13 +4,14 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
 from offload.memory import trim_heap
@@ -22,22 +23,25 @@ from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
+from offload.optim.written import written_by_commit, written_until_commit
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order, resolve_overlap
 from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
 from offload.streaming.adoption import Adoption
-from offload.streaming.buffers import ModelBuffers
+from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
+from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
-from offload.streaming.residency import Residency
+from offload.streaming.residency import ParameterTier, Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
-from offload.streaming.tier import StoredUnits
+from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.unit import StreamedUnit
 from offload.streaming.write_back import write_dirty
 
@@ -50,11 +54,13 @@ class WrapOptions:
 
     Attributes:
         budget_bytes: Of the host tier; None: as much as the model needs.
+        device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
     budget_bytes: int | None
+    device_budget_bytes: int | None = None
     parameters: Placement
     optimizer: Placement
     codec: str
@@ -93,8 +99,10 @@ class WrappedModel:
         order: Order,
         building: Building | None = None,
         resume: CommitHead | None = None,
+        device: Device | None = None,
     ) -> None:
         self.model = model
+        self.device = CpuDevice() if device is None else device
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
         self.completed_steps = resume.step if resume else 0
@@ -110,6 +118,8 @@ class WrappedModel:
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
+        self._device_memory: DeviceMemory | None = None
+        self._staged: StagedUnits | None = None
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
@@ -129,7 +139,9 @@ class WrappedModel:
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
         self.plan = self._make_plan(self.layout)
+        self.device_plan = self._make_device_plan()
         self.plan.require_fit()
+        self.device_plan.require_fit()
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -137,7 +149,8 @@ class WrappedModel:
         self._adopt()
         if self._resume is not None and self._store is not None:
             ModelBuffers(self.model).read(self._store, self._resume.buffers)
-        if self.options.parameters == "storage":
+        if self._is_streamed:
+            move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
         elif self._updates.deferred is not None:
             self._attach_resident(discovered, self._updates.deferred)
@@ -156,6 +169,10 @@ class WrappedModel:
                 self._gradients.close()
             if self._streamed is not None:
                 self._streamed.close()
+            if self._staged is not None:
+                self._staged.close()
+            if self._device_memory is not None:
+                self.device.unregister_host(self._memory.whole)
 
     # What the optimizer asks.
 
@@ -200,13 +217,18 @@ class WrappedModel:
         """Updates the named parameters, now or under the next forward; counts a completed step.
 
         Raises:
+            StorageError: With `errno` ENOSPC, the paths have no room for what the step may write;
+                nothing was changed, and once there is room it may be done.
             StorageError, CorruptStateError: A transfer failed: the state is between two steps,
                 and no commit is accepted any more.
         """
         self._updates.require_whole("update")
         started = time.perf_counter()
         self._updates.finish()
+        self._require_room_for_step()
         self._leave_slots()
+        if self._gradients is not None:
+            self._gradients.settle()
         step = self.completed_steps + 1
         try:
             if self._updates.deferred is None:
@@ -267,6 +289,11 @@ class WrappedModel:
         return self._memory.budget.peak_bytes
 
     @property
+    def device_peak_bytes(self) -> int | None:
+        """Most bytes leased at one time on the device; None where host arenas are its arenas."""
+        return None if self._device_memory is None else self._device_memory.budget.peak_bytes
+
+    @property
     def residency(self) -> Residency | None:
         return self._residency
 
@@ -277,7 +304,8 @@ class WrappedModel:
         self._updates.finish()
         before = self._store.stats().write_bytes
         self._settle_edits()
-        write_dirty(self._state, self._window)
+        self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
+        write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
         buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
@@ -410,17 +438,35 @@ class WrappedModel:
             prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
+            is_unified=self.device.is_unified,
         )
+
+    def _make_device_plan(self) -> DevicePlan:
+        return plan_device(
+            self.layout,
+            budget_bytes=self.options.device_budget_bytes,
+            co_resident_units=self._co_resident_units,
+            prefetch_distance=self.options.prefetch_distance,
+            holds_all=self.options.budget_bytes is None,
+        )
+
+    @property
+    def _is_streamed(self) -> bool:
+        return self.options.parameters == "storage" or not self.device.is_unified
 
     def _take_memory(self) -> None:
         options = self.options
         self._memory = memory = HostMemory(self.plan)
+        if not self.device.is_unified:
+            self.device.register_host(memory.whole)
+            self._device_memory = DeviceMemory(self.device_plan, self.device)
         if options.is_training:
             self._gradients = Gradients(
                 self.layout,
                 self._parameters,
                 region=memory.gradients,
                 dtype=options.gradient_dtype,
+                device=self.device,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
                 before_write=self._before_gradients_change,
             )
@@ -467,22 +513,24 @@ class WrappedModel:
             )
 
     def _attach(self, discovered: DiscoveredModel) -> None:
-        assert self._store is not None
-        if self._memory.slots is None:  # a model without parameters
+        if not self.layout.parameter_bytes:  # nothing to stream
             return
         units = [
-            StreamedUnit(unit, index, self._parameters)
+            StreamedUnit(unit, index, self._parameters, device=self.device.torch_device)
             for index, unit in enumerate(self.layout.units)
         ]
         for unit in units:
             for binding in unit.bindings:
                 binding.detach()
+        slots = self._memory.slots if self._device_memory is None else self._device_memory.slots
+        assert slots is not None
         self._residency = Residency(
             units,
-            pool=self._memory.slots,
-            tier=self._updates.gate(self.layout, StoredUnits(self.layout, self._store)),
+            pool=slots,
+            tier=self._make_tier(),
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
+            device=self.device,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
@@ -493,6 +541,19 @@ class WrappedModel:
         self._updates.resident = resident
         self._streamed = StreamedModel(self.model, discovered, resident)
         self._streamed.open()
+
+    def _make_tier(self) -> ParameterTier:
+        if self._state.parameters is not None:
+            host = HostUnits(self.layout, self._state.parameters, self.device)
+            return self._updates.gate(self.layout, host) or host
+        assert self._store is not None
+        plain = StoredUnits(self.layout, self._store)
+        stored = self._updates.gate(self.layout, plain) or plain
+        if self.device.is_unified:
+            return stored
+        assert self._memory.slots is not None
+        self._staged = StagedUnits(stored, self._memory.slots, self.device)
+        return self._staged
 
     def _trainable(self) -> list[ParameterFacts]:
         return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
@@ -539,6 +600,8 @@ class WrappedModel:
     def _give_slots_back(self) -> None:
         assert self._residency is not None
         self._residency.evict_unheld()
+        if self._staged is not None:
+            self._staged.drain()
         gc.collect()
 
     def _settle_edits(self) -> None:
@@ -578,3 +641,13 @@ class WrappedModel:
 
     def _note_versions(self) -> None:
         self._seen_versions = {name: p._version for name, p in self._parameters.items()}
+
+    def _require_room_for_step(self) -> None:
+        if self._store is not None:
+            commits = self._store.durability == "commit"
+            groups = written_until_commit(self._state, commits=commits)
+            self._require_room(groups, what=f"make step {self.completed_steps + 1}")
+
+    def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
+        assert self._store is not None
+        self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)

@@ -10,6 +10,10 @@ PLACEMENTS = [("host", "host"), ("storage", "host"), ("host", "storage"), ("stor
 SMALL_RECORD_ELEMENTS = 4096
 
 
+DEVICE = "cpu"
+"""Where sessions compute unless they name another device; the fixture `device` sets it."""
+
+
 def open_session(
     tmp_path,
     placement=("storage", "storage"),
@@ -28,6 +32,7 @@ def open_session(
         "order": order,
         "overlap": overlap,
     }
+    options.setdefault("device", DEVICE)
     store = tmp_path / f"{parameters}-{optimizer}"
     return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
 

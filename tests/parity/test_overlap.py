@@ -187,6 +187,7 @@ def test_going_back_to_a_checkpoint_drops_what_is_pending(tmp_path, placement):
         require_equal_state(session, model, reference_after_one_step())
 
 
+@pytest.mark.unified
 def test_resident_parameters_have_their_values_after_the_session(tmp_path):
     with open_session(tmp_path, ("host", "storage")) as session:
         model, _ = one_step(session)
@@ -196,6 +197,7 @@ def test_resident_parameters_have_their_values_after_the_session(tmp_path):
     assert type(model) is SmallGPT
 
 
+@pytest.mark.unified
 def test_data_put_in_the_place_of_a_pending_parameter_is_an_edit(tmp_path):
     with open_session(tmp_path, ("host", "storage")) as session:
         model, optimizer = one_step(session)
@@ -211,6 +213,7 @@ def test_data_put_in_the_place_of_a_pending_parameter_is_an_edit(tmp_path):
         require_equal_state(session, model, reference)
 
 
+@pytest.mark.unified
 def test_a_write_to_a_pending_parameter_past_its_module_is_refused(tmp_path):
     with open_session(tmp_path, ("host", "storage")) as session:
         model, _ = one_step(session)

@@ -71,8 +71,9 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tiers.device.kind", "cuda"),
         ("tiers.device.memory", "1GiB"),
+        ("tiers.device.link_rate", "1GB"),
+        ("tiers.device.link_latency", "1s"),
         ("policy.parameters", "device"),
         ("policy.overlap", "backward"),
     ],
