@@ -7,9 +7,10 @@ from offload.bench.io import OnProgress, run_io_bench
 from offload.bench.io_options import IoOptions
 from offload.bench.io_plot import require_plottable, write_plot
 from offload.bench.io_report import IoReport
-from offload.bench.machine_file import require_writable, write_profile
+from offload.bench.machine_file import write_profile
 from offload.errors import ConfigError
 from offload.plan.machine_profile import MachineProfile, default_file, read_profile
+from offload.runs.profile_file import read_own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def _machine_file(options: IoOptions, named: Path | None) -> Path | None:
             "cannot tune: expected a file for what is found, but `OFFLOAD_MACHINE` is empty; name "
             "one with `--machine`"
         )
-    require_writable(file)
+    read_own(file)  # to know before minutes of measuring whether writing would be refused
     return file
 
 

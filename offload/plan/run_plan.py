@@ -1,14 +1,15 @@
 """The plan of a run: whether it fits, bytes per tier, and what a step will move."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
-from offload.plan.host import HostPlan
+from offload.plan.host import HostPlan, gradient_region_bytes
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
+from offload.plan.prediction import Prediction
 from offload.plan.storage import StoragePlan
 from offload.plan.traffic import ModelBytes, StepTraffic
 
@@ -32,7 +33,13 @@ class RunPlan:
     num_paths: int = 1
     warnings: tuple[str, ...] = ()
     """What makes the run less safe than it could be."""
+    element_units: tuple[bool, ...] = ()
+    """Of each unit, whether it is a layer: an element of a module list."""
+    gradient_dtype: str = "parameter"
+    prediction: Prediction = field(default_factory=Prediction)
+    """What a step will take; empty where that was not asked for."""
     machine: Machine | None = None
+    """The rates that it was predicted with."""
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
 
@@ -95,19 +102,32 @@ class RunPlan:
             return self.machine.to_json()
         return None if self.profile is None else {"paths": [asdict(self.profile)]}
 
+    @property
+    def stores_anything(self) -> bool:
+        """Whether a step moves anything from or to storage."""
+        return self.traffic.read_bytes > 0 or self.traffic.write_bytes > 0
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Parameters, gradients and state, were they all in memory."""
+        gradients = gradient_region_bytes(self.layout, self.gradient_dtype)
+        return self.layout.parameter_bytes + self.layout.state_bytes + gradients
+
     def _predicted(self) -> dict[str, float | int | None]:
+        found = self.prediction
+        step = found.step
         return {
-            "step_s": None,
-            "forward_s": None,
-            "backward_s": None,
-            "update_s": None,
-            "exposed_io_s": None,
-            "bound_s": None,
+            "step_s": step.step_s if step else None,
+            "forward_s": step.forward_s if step else None,
+            "backward_s": step.backward_s if step else None,
+            "update_s": step.update_s if step else None,
+            "exposed_io_s": step.exposed_io_s if step else None,
+            "bound_s": found.bound_s,
             "read_bytes_per_step": self.traffic.read_bytes,
             "write_bytes_per_step": self.traffic.write_bytes,
-            "rss_peak_bytes": None,
-            "written_bytes_per_day": None,
-            "tokens_to_hide_io": None,
+            "rss_peak_bytes": found.rss_peak_bytes,
+            "written_bytes_per_day": found.written_bytes_per_day,
+            "tokens_to_hide_io": found.tokens_to_hide_io,
         }
 
     def _drive_steps(self) -> int | None:

@@ -13,6 +13,7 @@ from offload.layout import ModelLayout, build_layout
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.machine_profile import MachineProfile, read_profile
+from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
@@ -47,7 +48,7 @@ def plan_run(
         whole=whole_matrices(discovered, config.optimizer.whole_patterns),
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
-    directories = _existing_directories(config, stores)
+    directories = existing_directories(config, stores)
     known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
@@ -61,6 +62,26 @@ def plan_run(
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
         warnings=tuple(_warnings(config)) if config.offload else (),
+        element_units=tuple(unit.is_element for unit in discovered.units),
+        gradient_dtype=config.train.gradient_dtype,
+    )
+
+
+def tokens_per_step(config: Config) -> int:
+    """Returns the tokens of one optimizer step."""
+    return config.train.batch * config.train.micro_steps * config.model.context
+
+
+def choices_of(config: Config) -> Choices:
+    """Returns the run's policy; without offloading everything is in memory."""
+    policy = config.policy
+    return Choices(
+        parameters=_placement(policy.parameters) if config.offload else "host",
+        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        order=policy.order,
+        overlap=policy.overlap if config.offload else "none",
+        striping=policy.striping,
+        prefetch=policy.prefetch,
     )
 
 
@@ -97,7 +118,7 @@ def _require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
-    for directory in _existing_directories(config, stores):
+    for directory in existing_directories(config, stores):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"cannot store a run under `{directory}`: expected a writable directory, found one "
@@ -144,7 +165,7 @@ def _plan_storage(
 ) -> StoragePlan:
     tier = config.tiers.storage
     paths = []
-    for index, directory in enumerate(_existing_directories(config, stores)):
+    for index, directory in enumerate(existing_directories(config, stores)):
         usage = shutil.disk_usage(directory)
         path = StoragePath(
             device=directory.stat().st_dev,
@@ -199,8 +220,8 @@ def num_kept_checkpoints(config: Config) -> int:
     return min(made, keep_last) if keep_last else made
 
 
-def _existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
-    """The nearest directory above each part of the store that is already there."""
+def existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
+    """Returns the nearest directory above each part of the store that is already there."""
     wanted = list(stores) or [Path(path) for path in config.tiers.storage.paths] or [Path.cwd()]
     found = []
     for directory in wanted:
