@@ -7,6 +7,7 @@ from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan, gradient_region_bytes
+from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.prediction import Prediction
@@ -38,6 +39,8 @@ class RunPlan:
     gradient_dtype: str = "parameter"
     prediction: Prediction = field(default_factory=Prediction)
     """What a step will take; empty where that was not asked for."""
+    commits: CommitForecast | None = None
+    """None where there are none."""
     machine: Machine | None = None
     """The rates that it was predicted with."""
     profile: PathProfile | None = None
@@ -94,6 +97,7 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
+            "commits": self.commits.to_json(step_s=None) if self.commits else None,
             "machine": self._machine(),
         }
 
