@@ -1,11 +1,19 @@
 """Writes what was found best into `machine.toml`."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 from offload.bench.io_report import IoReport, PathResult
 from offload.bench.optim import OptimReport
-from offload.plan.machine_profile import KernelProfile, MachineProfile, MemoryProfile, PathProfile
-from offload.runs.profile_file import add_to_profile
+from offload.errors import ConfigError
+from offload.plan.machine_profile import (
+    KernelProfile,
+    MachineProfile,
+    MemoryProfile,
+    PathProfile,
+    default_file,
+)
+from offload.runs.profile_file import add_to_profile, read_own
 
 
 def write_profile(file: Path, report: IoReport) -> None:
@@ -21,12 +29,29 @@ def write_profile(file: Path, report: IoReport) -> None:
     )
 
 
-def write_kernels(file: Path, report: OptimReport, *, measured_at: str) -> None:
+def profile_to_write(named: Path | None) -> Path:
+    """Returns the file for what is found, to know before minutes of measuring that it can be.
+
+    Raises:
+        ConfigError: There is none, or one that is not ours.
+    """
+    file = named or default_file()
+    if file is None:
+        raise ConfigError(
+            "cannot tune: expected a file for what is found, but `OFFLOAD_MACHINE` is empty; name "
+            "one with `--machine`"
+        )
+    read_own(file)
+    return file
+
+
+def write_kernels(file: Path, report: OptimReport) -> None:
     """Writes the kernels of `report`, the fastest of each kind, and copies into `file`.
 
     Raises:
         ConfigError: The file is not one that this wrote.
     """
+    measured_at = datetime.now(UTC).isoformat(timespec="seconds")
     results = sorted(report.results, key=lambda result: result.parameters_per_s)
     kernels = [
         KernelProfile(

@@ -34,6 +34,8 @@ class Prediction:
     step: SimulatedStep | None = None
     bound_s: float | None = None
     rss_peak_bytes: int | None = None
+    activation_bytes: int | None = None
+    """Contained in the peak: saved tensors, logits and loss."""
     written_bytes_per_day: float | None = None
     tokens_to_hide_io: int | None = None
 

@@ -11,6 +11,7 @@ from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
 from offload.plan.device import DevicePlan, plan_device
+from offload.plan.explanation import Saving
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
@@ -65,6 +66,10 @@ def plan_run(
         num_paths=max(1, len(config.tiers.storage.paths)),
         warnings=tuple(_warnings(config, directories)) if config.offload else (),
         commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
+        choices=choices_of(config),
+        savings=tuple(_savings(config, layout, discovered, host)),
+        drains=config.checkpoint.drain is not None,
+        co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
     )
@@ -167,6 +172,36 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
         is_unified=config.tiers.device.kind == "cpu",
     )
+
+
+def _savings(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> Iterator[Saving]:
+    """Yields changes with which a smaller host budget would do, where the run does not fit."""
+    if host is None or host.fits:
+        return
+    policy, train = config.policy, config.train
+    changes = {
+        "policy.parameters": (policy, "parameters", "storage", "passes then wait for fetches"),
+        "policy.optimizer": (policy, "optimizer", "storage", "updates then move the state"),
+        "train.gradient_dtype": (
+            train,
+            "gradient_dtype",
+            "parameter",
+            "gradients then accumulate in the parameters' own precision",
+        ),
+    }
+    for key, (section, name, value, why) in changes.items():
+        if getattr(section, name) == value:
+            continue
+        changed = section.model_copy(update={name: value})
+        plan = _plan_host(
+            config.model_copy(update={key.partition(".")[0]: changed}), layout, discovered
+        )
+        if plan.smallest_bytes < host.smallest_bytes:
+            yield Saving(
+                change=f'{key} = "{value}"', smallest_host_bytes=plan.smallest_bytes, why=why
+            )
 
 
 def _plan_device(

@@ -120,7 +120,9 @@ class _Measurement:
         )
         activations = passes.activation_bytes + layers * passes.activation_layer_bytes
         return replace(
-            prediction, rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes()
+            prediction,
+            rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes(),
+            activation_bytes=round(activations),
         )
 
     def _baseline_bytes(self) -> int:

@@ -44,6 +44,8 @@ OPTIONS = {
         "--gradient-dtype",
         "--isa",
         "--rounds",
+        "--tune",
+        "--machine",
         "--plot",
         "--json",
     },
