@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -31,12 +31,13 @@ from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
-from offload.streaming.wrapped import WrapOptions, WrappedModel
+from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
 
@@ -57,6 +58,15 @@ class SessionStats:
     cache_hit_bytes: int = 0
     io_wait_s: float = 0.0
     update_s: float = 0.0
+    """In calls of `step`."""
+    update_wait_s: float = 0.0
+    """For which passes waited for updates that run under them."""
+    update_read_bytes: int = 0
+    """The part of `read_bytes` that updates read."""
+    moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
+    """The counters of when no update was pending last: differences are of whole steps."""
+    stalls: tuple[Stall, ...] = ()
+    """What the caller's thread waited for, longest first."""
     accesses: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
@@ -394,14 +404,18 @@ class Session:
         counters = wrapped.residency.counters if wrapped.residency is not None else None
         accesses = counters.accesses if counters else 0
         hits = counters.prefetch_hits if counters else 0
-        by_commits = wrapped.commit_record_bytes
+        moved = wrapped.moved()
         return SessionStats(
-            read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - by_commits if io else 0,
-            commit_bytes=io.commit_bytes + by_commits if io else 0,
-            cache_hit_bytes=wrapped.cache_hit_bytes,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            cache_hit_bytes=moved.cache_hit_bytes,
+            moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
+            update_wait_s=wrapped.update_wait_s,
+            update_read_bytes=wrapped.update_read_bytes,
+            stalls=wrapped.stalls,
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
@@ -555,6 +569,7 @@ class Session:
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,
+            overlap=config.policy.overlap if config.offload else "none",
         )
 
     def _make_device(self) -> Device:

@@ -4,6 +4,7 @@ See [Note: a slot belongs to a storage object] in `offload.memory.storages`: evi
 drops the engine's own views; the slot comes back when the last alias of it is gone.
 """
 
+import contextlib
 import gc
 import logging
 import time
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.devices import CpuDevice, Device
-from offload.errors import BudgetError
+from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
 from offload.memory import Region, SlotPool
 from offload.sizes import format_size
@@ -144,6 +145,10 @@ class Residency:
         assert unit.base is not None
         return unit.base
 
+    def look(self, index: int) -> None:
+        """Fetches a unit for a look from outside a pass."""
+        self.fetch(self.units[index], is_recorded=False)
+
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow."""
         ahead = 0
@@ -168,8 +173,7 @@ class Residency:
         if unit.state is CopyState.ABSENT:
             return
         if unit.state is CopyState.FETCHING:
-            for transfer in unit.transfers:
-                transfer.wait()
+            _wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
         self._drop(unit)
@@ -218,6 +222,7 @@ class Residency:
             for transfer in unit.transfers:
                 transfer.wait()
         except BaseException:
+            _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
         self.counters.io_wait_s += time.perf_counter() - started
@@ -287,3 +292,9 @@ class Residency:
             "kept by tensors that still point into them (views of parameters that were kept); "
             f"drop those, or raise `tiers.{'host' if self._device.is_unified else 'device'}.memory`"
         )
+
+
+def _wait_quietly(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        with contextlib.suppress(OffloadError):
+            transfer.wait()
