@@ -1,23 +1,24 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError, PlanError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
-from offload.optim.base import Parameters
+from offload.optim.base import OffloadOptimizer, Parameters
 from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
@@ -25,7 +26,7 @@ from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order, resolve_striping
-from offload.sizes import parse_duration
+from offload.sizes import parse_duration, parse_size
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
@@ -36,10 +37,12 @@ from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
+from offload.streaming.models import MAIN, Models
 from offload.streaming.swap import Streamed
 from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
+Made = TypeVar("Made", bound=OffloadOptimizer)
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -79,7 +82,7 @@ class SessionStats:
 
 
 class Session:
-    """Trains one model whose state lives in a tiered store.
+    """Trains a model whose state lives in a tiered store.
 
     Use it as a context manager: `wrap` the model, make the optimizer with `AdamW`, then train in
     an ordinary loop.
@@ -151,7 +154,7 @@ class Session:
         self._kernels: Kernels | None = None
         self._device: Device | None = None
         self._building: Building | None = None
-        self._wrapped: WrappedModel | None = None
+        self._models = self._new_models()
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
         self._is_open = False
@@ -193,7 +196,7 @@ class Session:
 
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
-        wrapped, self._wrapped = self._wrapped, None
+        models, self._models = self._models.all(), self._new_models()
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
         drain, self._drain = self._drain, None
@@ -211,7 +214,7 @@ class Session:
                 stack.callback(building.finish)
             if drain is not None:
                 stack.callback(drain.close)
-            if wrapped is not None:
+            for wrapped in models:
                 stack.callback(wrapped.close)
 
     @contextlib.contextmanager
@@ -221,27 +224,41 @@ class Session:
         The values are those of a plain build, whatever the initialisation. Optional.
         """
         self._require_open("build a model")
-        if self._wrapped is not None:
-            raise StoreError(
-                "cannot build a model after `wrap`: expected `building()` before it; build first, "
-                "or open another session"
-            )
         if self._building is None:
             spill = StoreSpill(self._store) if self._store is not None else None
-            self._building = Building(budget_bytes=self._budget_bytes, spill=spill)
+            budget_bytes = self._models.free_host_bytes(None)
+            self._building = Building(budget_bytes=budget_bytes, spill=spill)
         with self._building.active():
             yield
 
-    def wrap(self, model: nn.Module, training: bool = True) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        training: bool = True,
+        *,
+        name: str = MAIN,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+    ) -> nn.Module:
         """Moves the model's parameters to their tiers, in place, and returns the model.
 
+        A session may have several models, such as one that is trained and a frozen reference.
+        They share its store, its commits and its budget.
+
         Args:
-            model: Built on the CPU. Its parameters are those of the store when resuming.
+            model: Built on the CPU. Its parameters are those of the store when resuming, if that
+                has a model of this name.
             training: False keeps no gradients and no optimizer state.
+            name: Of a further model; its records begin with it. Steps, digests and `stats` are
+                first of the model without one.
+            host_memory: The model's part of the budget; by default all that is left.
+            device_memory: The same of the device's.
 
         Raises:
+            ConfigError: A part is larger than what is left.
             PlanError: The model does not fit the budget; the message names the smallest.
-            StoreError: The session has a model already, or the store holds another.
+            StoreError: The session has a model of that name, the models share parameters, or the
+                store holds another model.
         """
         self._require_open("wrap a model")
         if not isinstance(model, nn.Module):
@@ -253,28 +270,52 @@ class Session:
                 "cannot wrap a model that another session has wrapped: expected a plain model; "
                 "close that session, or build another model"
             )
-        if self._wrapped is not None:
+        self._models.require_new(name, model)
+        if name:
+            require_checkpoint_name(name)
+        assert self._device is not None
+        if device_memory is not None and self._device.is_unified:
+            raise ConfigError(
+                "cannot give a model `device_memory` on a device that computes in host memory: "
+                f"expected none, found `{device_memory}`; pass `host_memory`"
+            )
+        options = dataclasses.replace(
+            self._wrap_options(training),
+            name=name,
+            budget_bytes=self._models.free_host_bytes(_size(host_memory)),
+            device_budget_bytes=self._models.free_device_bytes(_size(device_memory)),
+        )
+        building = self._building
+        if building is not None and building.has_other_models_than(model):
             raise StoreError(
-                "cannot wrap a second model: a session has one in this version; open another "
-                "session with a store of its own"
+                "cannot wrap one of several models built in `building()`: the others are on "
+                "storage until they are wrapped; build and wrap one, then the next"
             )
         assert self._kernels is not None
+        point = self._resume_point
         wrapped = WrappedModel(
             model,
-            options=self._wrap_options(training),
+            options=options,
             store=self._store,
             kernels=self._kernels,
             order=resolve_order(self.config.policy.order),
-            building=self._building,
-            resume=self._resume_point,
+            building=building,
+            resume=None if point is None else point.of(name),
             device=self._device,
+            host_budget=self._models.host_budget,
+            device_budget=self._models.device_budget,
         )
         try:
             wrapped.open()
-        except BaseException:
+        except BaseException as error:
             wrapped.close()
+            if isinstance(error, PlanError) and len(self._models):
+                raise PlanError(
+                    f"{error}, or give other models less, as `wrap(model, host_memory=...)`"
+                ) from error
             raise
-        self._wrapped = wrapped
+        self._models.add(name, wrapped)
+        self._building = None
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
@@ -284,27 +325,27 @@ class Session:
             params: Its parameters, (name, parameter) pairs or param_groups.
             options: `lr`, `betas`, `eps` and `weight_decay` as in `torch.optim.AdamW`.
         """
-        return AdamW(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(AdamW, params, options)
 
     def Adam(self, params: Parameters, **options: Any) -> Adam:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.Adam`."""
-        return Adam(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Adam, params, options)
 
     def Adagrad(self, params: Parameters, **options: Any) -> Adagrad:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.Adagrad`."""
-        return Adagrad(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Adagrad, params, options)
 
     def Lion(self, params: Parameters, **options: Any) -> Lion:  # noqa: N802 - torch's name
         """Returns the optimizer; options are `lr`, `betas` and `weight_decay`."""
-        return Lion(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Lion, params, options)
 
     def SGD(self, params: Parameters, **options: Any) -> SGD:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.SGD`."""
-        return SGD(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(SGD, params, options)
 
     def Muon(self, params: Parameters, **options: Any) -> Muon:  # noqa: N802 - torch's name
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
-        return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Muon, params, options)
 
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
         """Makes the state of now, with `metadata`, what a resume finds.
@@ -313,14 +354,13 @@ class Session:
             StoreError: There is no store, its durability is `none`, or an update failed before.
             StorageError: It could not be written; the last commit is whole.
         """
-        wrapped = self._require_wrapped("commit")
+        self._require_wrapped("commit")
         if self._store is None:
             raise StoreError(
                 "cannot commit: expected a store, found none; set `paths` or `store` and leave "
                 "`offload` on"
             )
-        wrapped.commit(metadata or {})
-        self._committed_step = wrapped.completed_steps
+        self._committed_step = self._models.commit(self._store, metadata or {})
 
     def save(self, name: str, metadata: Mapping[str, Any] | None = None) -> None:
         """Commits, and keeps that commit as checkpoint `name`; copies no block.
@@ -355,10 +395,15 @@ class Session:
             raise StoreError(
                 "cannot load a checkpoint: expected a store, found none; set `paths` or `store`"
             )
-        if self._wrapped is None:
-            self._resume_point = self._restored(store, name)
-        else:
-            self._wrapped.roll_back(lambda: self._restored(store, name))
+        head = store.checkpoints().get(name)
+        if head is not None:
+            self._models.require_in(CommitHead.from_json(head), what=f"checkpoint `{name}`")
+            self._models.leave_store()
+        point = CommitHead.from_json(store.load(name))
+        self.metadata = point.metadata
+        self._models.roll_back(point)
+        if not len(self._models):
+            self._resume_point = point
 
     def checkpoints(self) -> list[str]:
         """Returns the names of the checkpoints, oldest first."""
@@ -391,27 +436,33 @@ class Session:
         self._drain.wait()
         return list(self._drain.failures)
 
-    def state_digest(self) -> str:
-        """Returns one number over parameters and state, equal for equal state however stored."""
-        return self._require_wrapped("digest").state_digest()
+    def state_digest(self, name: str = MAIN) -> str:
+        """Returns one number over parameters and state, equal for equal state however stored.
+
+        Args:
+            name: Of the model, where there are several.
+        """
+        return self._require_wrapped("digest", name).state_digest()
 
     def stats(self) -> SessionStats:
         """Returns the counters."""
-        wrapped, store = self._wrapped, self._store
+        wrapped, store, models = self._wrapped, self._store, self._models
         if wrapped is None:
             return SessionStats(committed_step=self._committed_step)
         io = store.stats() if store is not None else None
-        counters = wrapped.residency.counters if wrapped.residency is not None else None
-        accesses = counters.accesses if counters else 0
-        hits = counters.prefetch_hits if counters else 0
-        moved = wrapped.moved()
+        counters = [m.residency.counters for m in models.all() if m.residency is not None]
+        accesses = sum(each.accesses for each in counters)
+        hits = sum(each.prefetch_hits for each in counters)
+        moved = models.without_others(wrapped.moved())
         return SessionStats(
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
-            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            commit_bytes=io.commit_bytes + sum(m.commit_record_bytes for m in models.all())
+            if io
+            else 0,
             cache_hit_bytes=moved.cache_hit_bytes,
-            moved_by_steps=wrapped.moved_by_steps(),
-            io_wait_s=wrapped.io_wait_s,
+            moved_by_steps=models.without_others(wrapped.moved_by_steps()),
+            io_wait_s=sum(m.io_wait_s for m in models.all()),
             update_s=wrapped.update_s,
             update_wait_s=wrapped.update_wait_s,
             update_read_bytes=wrapped.update_read_bytes,
@@ -419,8 +470,10 @@ class Session:
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
-            host_peak_bytes=wrapped.host_peak_bytes,
-            device_peak_bytes=wrapped.device_peak_bytes,
+            host_peak_bytes=models.host_budget.peak_bytes,
+            device_peak_bytes=None
+            if wrapped.device.is_unified
+            else models.device_budget.peak_bytes,
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
             paths=io.paths if io else (),
@@ -432,6 +485,15 @@ class Session:
         self._require_open("tell the device")
         assert self._device is not None
         return self._device.torch_device
+
+    @property
+    def _wrapped(self) -> WrappedModel | None:
+        """The model without a name, or the first."""
+        return self._models.main
+
+    def _new_models(self) -> Models:
+        device_bytes = self.config.tiers.device.memory if self.config.offload else None
+        return Models(host_bytes=self._budget_bytes, device_bytes=device_bytes)
 
     @property
     def _budget_bytes(self) -> int | None:
@@ -489,6 +551,7 @@ class Session:
         self._resume_point = CommitHead.from_json(self._store.head)
         self.metadata = self._resume_point.metadata
         self._committed_step = self._resume_point.step
+        self._models.note_resumed(self._resume_point)
         self._start_draining(self._store)
         self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
 
@@ -515,14 +578,6 @@ class Session:
             )
             self._drain.start_unfinished()
 
-    def _restored(self, store: BlockStore, name: str) -> CommitHead:
-        head = store.checkpoints().get(name)
-        if self._wrapped is not None and head is not None:
-            self._wrapped.require_layout(CommitHead.from_json(head).layout)
-        point = CommitHead.from_json(store.load(name))
-        self.metadata = point.metadata
-        return point
-
     def _delete_old_checkpoints(self, store: BlockStore) -> None:
         keep_last = self.config.checkpoint.keep_last
         names = list(store.checkpoints())
@@ -544,14 +599,14 @@ class Session:
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
-        if self._wrapped is not None:
-            layout = self._wrapped.layout
-        elif self._store is not None and self._store.head is not None:
-            layout = CommitHead.from_json(self._store.head).layout
-        else:
-            return "parameters of an unknown model"
-        names = parameters_by_record(layout).get(record)
-        return f"parameters {names}" if names else "no parameter of the model"
+        layouts = [model.layout for model in self._models.all()]
+        if self._store is not None and self._store.head is not None:
+            layouts += CommitHead.from_json(self._store.head).layouts()
+        for layout in layouts:
+            names = parameters_by_record(layout).get(record)
+            if names:
+                return f"parameters {names}"
+        return "no parameter of the model" if layouts else "parameters of an unknown model"
 
     def _wrap_options(self, training: bool) -> WrapOptions:
         config = self.config
@@ -588,11 +643,21 @@ class Session:
                 "as session:`"
             )
 
-    def _require_wrapped(self, action: str) -> WrappedModel:
+    def _require_wrapped(self, action: str, name: str = MAIN) -> WrappedModel:
         self._require_open(action)
-        if self._wrapped is None:
-            raise StoreError(f"cannot {action}: no model is wrapped; call `session.wrap(model)`")
-        return self._wrapped
+        wrapped = self._models.get(name)
+        if wrapped is None:
+            which = f"`{name}`" if name else "no model"
+            found = f"{which} is not wrapped" if name else "no model is wrapped"
+            raise StoreError(f"cannot {action}: {found}; call `session.wrap(model)`")
+        return wrapped
+
+    def _optimizer(self, kind: type[Made], params: Parameters, options: dict[str, Any]) -> Made:
+        """Makes an optimizer of the model that has the parameters."""
+        self._require_wrapped("make an optimizer")
+        if not isinstance(params, torch.Tensor):  # which torch refuses
+            params = cast(Parameters, list(params))
+        return kind(params, engine=self._models.engine_of(params), **options)
 
 
 def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | None:
@@ -617,3 +682,7 @@ def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: 
         values = load_config(config).model_dump()
         return build_config(values, overrides=overrides)
     return build_config(config, overrides=overrides, source="Session")
+
+
+def _size(value: str | int | None) -> int | None:
+    return parse_size(value) if isinstance(value, str) else value

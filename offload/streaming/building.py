@@ -6,6 +6,7 @@ on access. Values and random state are those of a plain build, whatever the init
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -114,7 +115,7 @@ class Building:
         self._spilled: dict[nn.Parameter, str] = {}
         self._resident_bytes = 0
         self._keys = itertools.count()
-        self._modules: list[nn.Module] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
         self.peak_bytes = 0
 
     @contextlib.contextmanager
@@ -125,7 +126,7 @@ class Building:
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             module.__dict__["_parameters"] = BuildingParameters(self.touch)
-            self._modules.append(module)
+            self._modules.append(weakref.ref(module))
 
         nn.Module.__init__ = init  # type: ignore[assignment, method-assign]
         try:
@@ -155,6 +156,17 @@ class Building:
         """Ends the care for `parameter`, whose values another owner has taken."""
         self._resident_bytes -= self._resident.pop(parameter, 0)
 
+    def has_other_models_than(self, model: nn.Module) -> bool:
+        """Tells whether modules that are not of `model` have parameters that were evicted."""
+        its_own = set(model.modules())
+        return any(
+            parameter in self._spilled
+            for module in (reference() for reference in self._modules)
+            if module is not None and module not in its_own
+            for parameter in dict.values(module._parameters)
+            if parameter is not None
+        )
+
     def finish(self) -> None:
         """Gives every module that was built its plain `_parameters` back.
 
@@ -166,8 +178,9 @@ class Building:
                 self._spill.drop(key, num_bytes=num_bytes)
         self._spilled.clear()
         self._resident.clear()
-        for module in self._modules:
-            if isinstance(module._parameters, BuildingParameters):
+        for reference in self._modules:
+            module = reference()
+            if module is not None and isinstance(module._parameters, BuildingParameters):
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))
         self._modules.clear()
 
