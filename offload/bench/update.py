@@ -160,6 +160,8 @@ class _Bench:
         before = self._probe()
         with ExitStack() as stack:
             engines = [stack.enter_context(Engine()) for _ in self._roots]
+            for engine in engines:
+                engine.register(memory.transfers)
             store = BlockStore(
                 [
                     StorePath(root=root, nominal_bytes_per_s=rates.mixed_bytes_per_s)

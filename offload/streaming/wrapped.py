@@ -218,6 +218,11 @@ class WrappedModel:
         return self._memory.budget.peak_bytes
 
     @property
+    def transfer_memory(self) -> memoryview:
+        """Slots and windows: the memory that the I/O engine moves all the time; may be empty."""
+        return self._memory.transfers
+
+    @property
     def residency(self) -> Residency | None:
         return self._residency
 
