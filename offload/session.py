@@ -1,15 +1,18 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import torch
 from torch import nn
 
 from offload.config import Config, build_config, load_config
+from offload.devices import Device, make_device
 from offload.errors import ConfigError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
@@ -22,17 +25,21 @@ from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order, resolve_striping
+from offload.sizes import parse_duration
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
-from offload.storage.measured import measured_settings
+from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
-from offload.streaming.wrapped import WrapOptions, WrappedModel
+from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
+
+_log = logging.getLogger("offload.session")
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -51,6 +58,15 @@ class SessionStats:
     cache_hit_bytes: int = 0
     io_wait_s: float = 0.0
     update_s: float = 0.0
+    """In calls of `step`."""
+    update_wait_s: float = 0.0
+    """For which passes waited for updates that run under them."""
+    update_read_bytes: int = 0
+    """The part of `read_bytes` that updates read."""
+    moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
+    """The counters of when no update was pending last: differences are of whole steps."""
+    stalls: tuple[Stall, ...] = ()
+    """What the caller's thread waited for, longest first."""
     accesses: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
@@ -73,8 +89,9 @@ class Session:
 
     Args:
         config: A `Config`, nested values or a TOML file; what is left out has its default.
-        device: Only `"cpu"` in this version.
-        device_memory: Refused on the unified `cpu` device, where `host_memory` is the budget.
+        device: `"cpu"`, `"cuda"`, or `"emulated"`: an accelerator's memory and link without one.
+        device_memory: Hard budget for parameters on the device. Refused on the unified `cpu`
+            device, where `host_memory` is the budget.
         host_memory: Hard budget for parameters, gradients and optimizer state, such as `"24GiB"`.
         paths: Directories on drives: the store has a part on each.
         policy: A preset's name, a file, or choices such as `{"parameters": "host"}`.
@@ -86,8 +103,9 @@ class Session:
         gradient_dtype: `"parameter"` or `"float32"`.
         store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
-        path_rates: Bytes that go in and out again each second on each path, from a profile: what
-            `proportional` striping goes by, and `adaptive` until it has measured.
+        path_rates: Bytes that go in and out again each second on each path, as measured lately:
+            what `proportional` striping goes by, and `adaptive` until it has measured, where the
+            machine's profile, `machine.toml`, lacks a path.
 
     Raises:
         ConfigError: A value is wrong.
@@ -134,6 +152,7 @@ class Session:
         self._store: BlockStore | None = None
         self._drain: Drain | None = None
         self._kernels: Kernels | None = None
+        self._device: Device | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
         self._resume_point: CommitHead | None = None
@@ -165,6 +184,8 @@ class Session:
         if self._is_open:
             return
         self._kernels = load_kernels()
+        self._device = self._make_device()
+        self._device.open()
         self._is_open = True
         if not self._store_paths:
             return
@@ -181,8 +202,11 @@ class Session:
         engines, self._engines = self._engines, []
         drain, self._drain = self._drain, None
         building, self._building = self._building, None
+        device, self._device = self._device, None
         self._is_open = False
         with contextlib.ExitStack() as stack:
+            if device is not None:
+                stack.callback(device.close)
             for engine in engines:
                 stack.callback(engine.close)
             if store is not None:
@@ -247,6 +271,7 @@ class Session:
             order=resolve_order(self.config.policy.order),
             building=self._building,
             resume=self._resume_point,
+            device=self._device,
         )
         try:
             wrapped.open()
@@ -345,6 +370,25 @@ class Session:
         self._require_open("list checkpoints")
         return list(self._store.checkpoints()) if self._store is not None else []
 
+    def delete_checkpoint(self, name: str) -> None:
+        """Deletes checkpoint `name`; what only it kept is free space for the next step.
+
+        Raises:
+            StoreError: There is none of that name, or its copy to `checkpoint.drain` goes on.
+        """
+        self._require_open("delete a checkpoint")
+        if self._store is None or name not in self._store.checkpoints():
+            raise StoreError(
+                f"cannot delete checkpoint `{name}`: expected one of {self.checkpoints()}; correct "
+                "the name"
+            )
+        if self._drain is not None and self._drain.is_draining(name):
+            raise StoreError(
+                f"cannot delete checkpoint `{name}`: expected it to be copied, found that its copy "
+                "goes on; call `session.wait_drained()` first"
+            )
+        self._store.delete_checkpoint(name)
+
     def wait_drained(self) -> list[str]:
         """Waits until all checkpoints are copied; returns a line for each that could not be."""
         if self._drain is None:
@@ -365,23 +409,35 @@ class Session:
         counters = wrapped.residency.counters if wrapped.residency is not None else None
         accesses = counters.accesses if counters else 0
         hits = counters.prefetch_hits if counters else 0
-        by_commits = wrapped.commit_record_bytes
+        moved = wrapped.moved()
         return SessionStats(
-            read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - by_commits if io else 0,
-            commit_bytes=io.commit_bytes + by_commits if io else 0,
-            cache_hit_bytes=wrapped.cache_hit_bytes,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            cache_hit_bytes=moved.cache_hit_bytes,
+            moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
+            update_wait_s=wrapped.update_wait_s,
+            update_read_bytes=wrapped.update_read_bytes,
+            stalls=wrapped.stalls,
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
             host_peak_bytes=wrapped.host_peak_bytes,
             registered_bytes=self._registered_bytes,
+            device_peak_bytes=wrapped.device_peak_bytes,
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
             paths=io.paths if io else (),
         )
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of the model and its inputs."""
+        self._require_open("tell the device")
+        assert self._device is not None
+        return self._device.torch_device
 
     @property
     def _budget_bytes(self) -> int | None:
@@ -415,16 +471,15 @@ class Session:
         tier = self.config.tiers.storage
         for index, root in enumerate(roots):
             self._engines.append(_open_engine(root, tier.rate_limit_of(index)))
+        rates = self._nominal_rates(roots)
         self._store = BlockStore(
             [
                 StorePath(
                     root=root,
                     capacity_bytes=tier.capacity_of(index),
-                    nominal_bytes_per_s=self._path_rates[index]
-                    if index < len(self._path_rates)
-                    else None,
+                    nominal_bytes_per_s=rate,
                 )
-                for index, root in enumerate(roots)
+                for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
             ],
             engine=self._engines,
             durability=tier.durability,
@@ -441,6 +496,19 @@ class Session:
         self.metadata = self._resume_point.metadata
         self._committed_step = self._resume_point.step
         self._start_draining(self._store)
+        self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
+
+    def _nominal_rates(self, roots: list[Path]) -> tuple[float | None, ...]:
+        limits = [self.config.tiers.storage.rate_limit_of(index) for index in range(len(roots))]
+        rates = nominal_rates(roots, probed=self._path_rates, limits=limits)
+        if None in rates and len(roots) > 1 and self.config.policy.striping == "proportional":
+            _log.warning(
+                "`policy.striping` = `proportional` goes by the machine's profile, which has no "
+                "rate for path `%s`: it counts as the mean of the others; measure it with "
+                "`offload bench io PATH --tune`",
+                roots[rates.index(None)],
+            )
+        return rates
 
     def _register(self, memory: memoryview) -> None:
         """Tells the kernel of memory that every step moves; without that all goes on the same."""
@@ -502,6 +570,7 @@ class Session:
         on_storage = config.offload
         return WrapOptions(
             budget_bytes=self._budget_bytes,
+            device_budget_bytes=config.tiers.device.memory,
             parameters="storage"
             if on_storage and config.policy.parameters == "storage"
             else "host",
@@ -512,6 +581,16 @@ class Session:
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,
+            overlap=config.policy.overlap if config.offload else "none",
+        )
+
+    def _make_device(self) -> Device:
+        tier = self.config.tiers.device
+        return make_device(
+            tier.kind,
+            memory_bytes=tier.memory if self.config.offload else None,
+            link_bytes_per_s=tier.link_rate,
+            link_latency_s=parse_duration(tier.link_latency) if tier.link_latency else 0.0,
         )
 
     def _require_open(self, action: str) -> None:

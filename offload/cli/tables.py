@@ -33,6 +33,8 @@ _RUN_FIGURES = (
     ("I/O wait", "io_wait_s"),
     ("prefetch hit rate", "prefetch_hit_rate"),
     ("tokens/s", "tokens_per_s"),
+    ("store, planned", "store_planned_bytes"),
+    ("store, most after a step", "store_peak_bytes"),
     ("commit", "commit_s"),
     ("lost by a failure", "expected_lost_work_s"),
     ("    best between commits", "best_commit_interval_s"),
@@ -67,9 +69,18 @@ def render_plan(console: Console, result: Result) -> None:
         )
     _print_table(console, "plan", table)
     rows = [("fits", "yes" if values["fits"] else "no")]
+    rows += [
+        (f"store, {key.replace('_', ' ')}", format_figure(key, found))
+        for key, found in (values["tiers"]["storage"].get("cut") or {}).items()
+    ]
     rows += [("reason", reason) for reason in values["reasons"]]
     if values.get("drive_steps") is not None:
         rows.append(("a drive lasts, steps", format_figure("steps", values["drive_steps"])))
+    rows += [
+        (key, format_figure(key, found))
+        for key, found in (values.get("commits") or {}).items()
+        if found is not None
+    ]
     rows += [("warning", warning) for warning in values.get("warnings", [])]
     rows += [
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
@@ -91,8 +102,8 @@ def render_verify(console: Console, result: Result) -> None:
         columns = ("record", "parameter", "path", "file", "offset", "reason")
         table = Table(*columns)
         for bad in values["bad"]:
-            table.add_row(*(str(bad[column]) for column in columns))
-        _print_table(console, "bad blocks", table)
+            table.add_row(*(NONE if bad[key] is None else str(bad[key]) for key in columns))
+        _print_table(console, "bad blocks and manifests", table)
     rows = [
         ("records", str(values["records"])),
         ("bytes", format_figure("num_bytes", values["bytes"])),

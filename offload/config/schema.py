@@ -168,9 +168,17 @@ class DeviceTierConfig(Section):
     """Where the model computes."""
 
     kind: DeviceKind = "cpu"
-    """`"cpu"` computes in host memory; there is no second copy."""
+    """`"cpu"` computes in host memory; there is no second copy. `"cuda"` is the current CUDA
+    device. `"emulated"` is a device's memory and its link to the host, computing on the CPU: it
+    shows on any machine what a device would do."""
     memory: Size | None = None
-    """Budget of the device tier; on `cpu` the host's budget holds, so leave it out."""
+    """Budget of the device tier, for parameters; on `cpu` the host's budget holds, so leave it
+    out. Without it the tier takes the smallest that works and what is fetched ahead."""
+    link_rate: Size | None = None
+    """Bytes/s of the emulated device's link, in each direction; without it, no limit. Only with
+    `kind = "emulated"`."""
+    link_latency: Duration | None = None
+    """Time that each copy over the emulated link takes beside that."""
 
 
 class HostTierConfig(Section):
@@ -256,7 +264,8 @@ class PolicyConfig(Section):
     order: OrderName
     """Which subgroup is updated next."""
     overlap: Overlap
-    """What updates run under; `"none"` updates after the backward pass."""
+    """What updates run under: `"forward"`, the default with order `"resident"`, under the next
+    forward pass; `"none"`, the default with the other orders, after the backward pass."""
     striping: StripingName
     """How blocks are spread over paths: `"adaptive"` by what each delivers lately,
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
@@ -264,6 +273,14 @@ class PolicyConfig(Section):
     prefetch: CountOrZero
     """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
     beside the one in use; 0 fetches on demand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_overlap(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "overlap" not in values:
+            # Under a pass the order is the pass's own: one that was asked for has its update alone.
+            return {**values, "overlap": "forward" if values.get("order") == "resident" else "none"}
+        return values
 
 
 class CheckpointConfig(Section):

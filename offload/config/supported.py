@@ -17,10 +17,9 @@ class Problem:
 
 
 _SUPPORTED: dict[str, tuple[object, ...]] = {
-    "tiers.device.kind": ("cpu",),
     "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
-    "policy.overlap": ("none",),
+    "policy.overlap": ("none", "forward"),
 }
 
 
@@ -30,6 +29,14 @@ def unsupported_values(config: Config) -> Iterator[Problem]:
         found = _lookup(config, key)
         if found not in allowed:
             yield Problem(key=key, expected=f"{_one_of(allowed)} in this version", found=found)
+    policy = config.policy
+    if policy.overlap != "none" and policy.order != "resident":
+        yield Problem(
+            key="policy.order",
+            expected=f'`"resident"` with `policy.overlap = "{policy.overlap}"`, as the order is '
+            "then the pass's own",
+            found=policy.order,
+        )
     yield from _tier_problems(config)
 
 
@@ -41,6 +48,14 @@ def _tier_problems(config: Config) -> Iterator[Problem]:
             expected="nothing, as on device `cpu` the budget is `tiers.host.memory`",
             found=tiers.device.memory,
         )
+    for key in ("link_rate", "link_latency"):
+        value = getattr(tiers.device, key)
+        if value is not None and tiers.device.kind != "emulated":
+            yield Problem(
+                key=f"tiers.device.{key}",
+                expected="nothing, as only device `emulated` has a link of a chosen rate",
+                found=value,
+            )
     if config.checkpoint.save_every and tiers.storage.durability == "none":
         yield Problem(
             key="checkpoint.save_every",

@@ -3,12 +3,13 @@
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget
 from offload.memory.heap import trim_heap
-from offload.memory.pool import Slot, SlotPool
+from offload.memory.pool import Region, Slot, SlotPool
 from offload.memory.storages import memory_of, storage_over, view_as
 
 __all__ = [
     "Arena",
     "Budget",
+    "Region",
     "Slot",
     "SlotPool",
     "memory_of",

@@ -9,7 +9,7 @@ return an alias, apply the pending factors first, rounded to nearest even.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,6 +18,16 @@ from offload.optim.norm import GradientNorm
 
 SumsOfSquares = Callable[[Sequence[torch.Tensor], Sequence[float]], list[float]]
 """Float64 sums of squares of 1-D gradients after the factors, in the fixed block order."""
+
+
+class Arrival(Protocol):
+    """A copy into an accumulator in flight."""
+
+    def synchronize(self) -> None: ...
+
+
+StartCopy = Callable[[torch.Tensor, torch.Tensor], Arrival]
+"""Starts copying the first tensor into the second, in host memory."""
 
 MAX_PENDING = 2
 """Factors that the fused pass takes: the inverse loss scale and the clip factor."""
@@ -29,20 +39,67 @@ class Accumulator:
     """One parameter's gradient in host memory, with the factors that are still pending.
 
     Attributes:
-        memory: The gradient's values, of the parameter's shape, over arena memory.
+        device: Where the parameter is, and the gradient seems to be.
         scales: Pending factors, each an fp32 value, multiplied one after the other.
     """
 
-    def __init__(self, name: str, memory: torch.Tensor, sums_of_squares: SumsOfSquares) -> None:
-        self.name = name
-        self.memory = memory
-        self.scales: list[float] = []
-        self._sums_of_squares = sums_of_squares
+    def __init__(
+        self,
+        name: str,
+        memory: torch.Tensor,
+        sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None] = lambda: None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """Stores its arguments.
 
-    def start(self, gradient: torch.Tensor) -> None:
-        """Takes the first gradient of a step: copied, nothing pending."""
+        Args:
+            name: The parameter's.
+            memory: Of the gradient's values.
+            sums_of_squares: For norms.
+            before_write: Called before the memory changes: an update may still have to read it.
+            device: That `p.grad` shows; None: the memory's.
+        """
+        self.name = name
+        self.device = memory.device if device is None else device
+        self.scales: list[float] = []
+        self._memory = memory
+        self._arrival: Arrival | None = None
+        self._sums_of_squares = sums_of_squares
+        self._before_write = before_write
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The gradient's values, of the parameter's shape, over arena memory; waits for them."""
+        self.settle()
+        return self._memory
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._memory.shape
+
+    def start(self, gradient: torch.Tensor, *, start_copy: StartCopy | None = None) -> None:
+        """Takes the first gradient of a step: copied, nothing pending.
+
+        Args:
+            gradient: Its values.
+            start_copy: Starts copying them from a device; None: they are copied at once.
+        """
+        self._before_write()
+        self.settle()
         self.scales.clear()
-        self.memory.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if start_copy is None or dense.dtype != self._memory.dtype:
+            self._memory.copy_(dense)
+        else:
+            self._arrival = start_copy(dense, self._memory)
+
+    def settle(self) -> None:
+        """Waits for a copy that was started."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.synchronize()
 
     def multiply(self, factor: float) -> None:
         """Leaves one more factor pending; a factor of exactly 1 is none."""
@@ -55,8 +112,15 @@ class Accumulator:
     def apply_scales(self) -> None:
         """Multiplies the memory by what is pending, rounded once to nearest even."""
         if self.scales:
+            self._before_write()
             self.memory.copy_(self._scaled())
             self.scales.clear()
+
+    def writable(self) -> torch.Tensor:
+        """Returns the memory for writing, or for aliases through which it may be written."""
+        self._before_write()
+        self.apply_scales()
+        return self.memory
 
     def read(self) -> torch.Tensor:
         """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
@@ -79,9 +143,13 @@ class StreamedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["StreamedGradient"], accumulator: Accumulator) -> "StreamedGradient":
-        memory = accumulator.memory
+        memory = accumulator._memory
         return torch.Tensor._make_wrapper_subclass(
-            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
+            cls,
+            memory.shape,
+            strides=memory.stride(),
+            dtype=memory.dtype,
+            device=accumulator.device,
         )
 
     def __init__(self, accumulator: Accumulator) -> None:
@@ -99,8 +167,7 @@ class StreamedGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the gradient's values as an array over the accumulator's memory."""
-        self.accumulator.apply_scales()
-        return self.accumulator.memory.numpy(force=force)
+        return self.accumulator.writable().numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the gradient's values as nested lists."""
@@ -125,16 +192,17 @@ class StreamedGradient(torch.Tensor):
 
 def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `func` on the accumulators' memory and hands the streamed gradients back."""
-    handed_out: dict[int, StreamedGradient] = {}
     aliased = _aliased_arguments(func, args, kwargs)
+    if any(_is_elsewhere(leaf) for leaf in tree_leaves((args, kwargs))):
+        return _run_on_device(func, args, kwargs, aliased)
+    handed_out: dict[int, StreamedGradient] = {}
 
     def materialise(value: Any) -> Any:
         if not isinstance(value, StreamedGradient):
             return value
         if id(value) not in aliased:
             return value.accumulator.read()
-        value.accumulator.apply_scales()
-        memory = value.accumulator.memory
+        memory = value.accumulator.writable()
         handed_out[id(memory)] = value
         return memory
 
@@ -143,6 +211,48 @@ def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not func._schema.returns:
         return None
     return tree_map(lambda value: handed_out.get(id(value), value), result)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, StreamedGradient) and value.device != value.accumulator.memory.device
+
+
+def _run_on_device(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], aliased: set[int]
+) -> Any:
+    """Runs `func` on copies of the accumulators on the device, and copies back what it wrote.
+
+    An alias that it returns shows the host memory itself, so that writes to it are not lost.
+    """
+    if not func._schema.is_mutable and aliased:
+        host_args, host_kwargs = tree_map(_host_memory, (args, kwargs))
+        return func(*host_args, **host_kwargs)
+    copies: dict[int, tuple[StreamedGradient, torch.Tensor]] = {}
+
+    def materialise(value: Any) -> Any:
+        if not isinstance(value, StreamedGradient):
+            return value
+        if id(value) not in aliased:
+            return value.accumulator.read().to(value.device)
+        value.accumulator.apply_scales()
+        copy = value.accumulator.memory.to(value.device)
+        copies[id(copy)] = value, copy
+        return copy
+
+    plain_args, plain_kwargs = tree_map(materialise, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for gradient, copy in copies.values():
+        gradient.accumulator.memory.copy_(copy)
+    if not func._schema.returns:
+        return None
+    return tree_map(lambda v: copies[id(v)][0] if id(v) in copies else v, result)
+
+
+def _host_memory(value: Any) -> Any:
+    if not isinstance(value, StreamedGradient):
+        return value
+    value.accumulator.apply_scales()
+    return value.accumulator.memory
 
 
 def _aliased_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -19,8 +19,8 @@ class RecordBuffer:
         parameters: Bytes of each subgroup's parameters, padded; empty where they are resident.
     """
 
-    state_slot: Slot | None
-    parameter_slot: Slot | None
+    state_slot: Slot[memoryview] | None
+    parameter_slot: Slot[memoryview] | None
     state: memoryview | None
     parameters: dict[str, memoryview]
 
@@ -36,8 +36,8 @@ class Window:
         self,
         layout: ModelLayout,
         *,
-        states: SlotPool | None,
-        parameters: SlotPool | None,
+        states: SlotPool[memoryview] | None,
+        parameters: SlotPool[memoryview] | None,
         num_cached: int,
     ) -> None:
         """Stores its arguments.
@@ -52,12 +52,18 @@ class Window:
         self._states = states
         self._parameters = parameters
         self.num_cached = num_cached
-        self.cached: dict[str, Slot] = {}
+        self.cached: dict[str, Slot[memoryview]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is resident, so that records need no buffer."""
         return self._states is None and self._parameters is None
+
+    @property
+    def num_free(self) -> int:
+        """Records that could be leased now, those that are cached left aside."""
+        pools = [pool for pool in (self._states, self._parameters) if pool is not None]
+        return min((pool.num_free for pool in pools), default=0)
 
     def cached_state(self, record: Record) -> memoryview | None:
         """Returns the state of a cached record, padded, or None."""
@@ -119,7 +125,7 @@ def parameter_view(memory: memoryview, subgroup: Subgroup, dtype: torch.dtype) -
     return storage_over(memory[: subgroup.parameter_bytes]).view(dtype)
 
 
-def _cut(record: Record, slot: Slot) -> dict[str, memoryview]:
+def _cut(record: Record, slot: Slot[memoryview]) -> dict[str, memoryview]:
     parameters: dict[str, memoryview] = {}
     offset = 0
     for subgroup in record.subgroups:

@@ -48,6 +48,11 @@ class HostPlan:
         return self.state_buffer_bytes + self.parameter_buffer_bytes
 
     @property
+    def num_written_at_once(self) -> int:
+        """The most records that are on their way to storage, by updates and by commits."""
+        return self.num_buffers or CACHING_BUFFERS
+
+    @property
     def planned_bytes(self) -> int:
         return (
             self.gradient_bytes
@@ -87,6 +92,7 @@ def plan_host(
     prefetch_distance: int = 2,
     keeps_records: bool = False,
     is_training: bool = True,
+    is_unified: bool = True,
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -94,6 +100,8 @@ def plan_host(
         co_resident_units: Most units that one call needs at once (tied parameters).
         prefetch_distance: Units fetched ahead, each into a slot beside those in use.
         keeps_records: Whether the order finds records in memory: what is left is their cache.
+        is_unified: Whether the device computes in host memory. Else slots stage what is on its
+            way between storage and the device.
     """
     gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
     on_host = parameters == "host"
@@ -108,7 +116,7 @@ def plan_host(
     buffer_bytes = state_buffer + parameter_buffer
 
     fixed = gradient_bytes + resident_parameters + resident_state
-    min_slots = 0 if on_host else co_resident_units
+    min_slots = 0 if on_host else co_resident_units if is_unified else 1
     min_buffers = 1 if buffer_bytes else 0
     smallest = fixed + min_slots * slot_bytes + min_buffers * buffer_bytes
     free = max(budget_bytes - smallest, 0)
@@ -124,7 +132,9 @@ def plan_host(
     if keeps_records and state_buffer:
         spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
         cached = min(len(layout.records), spare // state_buffer)
-    if slot_bytes and budget_bytes < UNBOUNDED_BYTES:  # what is left lets calls hold more units
+    if (
+        slot_bytes and is_unified and budget_bytes < UNBOUNDED_BYTES
+    ):  # what is left lets calls hold more units
         left = max(free - state_buffer * cached - budget_bytes // WORKSPACE_SHARE, 0)
         extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
     return HostPlan(

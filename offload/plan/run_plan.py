@@ -5,7 +5,9 @@ from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
+from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.storage import StoragePlan
@@ -22,6 +24,8 @@ class RunPlan:
     storage: StoragePlan | None
     """None where nothing is stored."""
     storage_path: str
+    device: DevicePlan | None = None
+    """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
     policy: dict[str, str]
     endurance_bytes: int | None = None
@@ -29,6 +33,8 @@ class RunPlan:
     num_paths: int = 1
     warnings: tuple[str, ...] = ()
     """What makes the run less safe than it could be."""
+    commits: CommitForecast | None = None
+    """None where there are none."""
     machine: Machine | None = None
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
@@ -36,7 +42,8 @@ class RunPlan:
     @property
     def reasons(self) -> list[str]:
         """Why the run does not fit; empty if it does."""
-        found = [] if self.host is None else _host_reasons(self.host)
+        found = [] if self.host is None else _reasons(self.host)
+        found.extend([] if self.device is None else _reasons(self.device))
         if self.storage is not None:
             found.extend(self.storage.reasons(path=self.storage_path))
         return found
@@ -52,17 +59,20 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`; what does not apply or is not known is None."""
-        host, storage = self.host, self.storage
+        host, storage, device = self.host, self.storage, self.device
         return {
             "fits": self.fits,
             "reasons": self.reasons,
             "smallest": {
                 "host_memory": host.smallest_bytes if host else None,
-                "device_memory": None,
+                "device_memory": device.smallest_bytes if device else None,
                 "storage": storage.planned_bytes if storage else None,
             },
             "tiers": {
-                "device": {"budget_bytes": None, "planned_bytes": None},
+                "device": {
+                    "budget_bytes": device.budget_bytes if device else None,
+                    "planned_bytes": device.planned_bytes if device else None,
+                },
                 "host": {
                     "budget_bytes": host.budget_bytes if host else None,
                     "planned_bytes": host.planned_bytes if host else None,
@@ -71,6 +81,7 @@ class RunPlan:
                 "storage": {
                     "budget_bytes": storage.budget_bytes if storage else None,
                     "planned_bytes": storage.planned_bytes if storage else None,
+                    "cut": asdict(storage.space) if storage else None,
                 },
             },
             "policy": self.policy,
@@ -79,6 +90,7 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
+            "commits": self.commits.to_json(step_s=None) if self.commits else None,
             "machine": self._machine(),
         }
 
@@ -110,9 +122,9 @@ class RunPlan:
         return self.endurance_bytes // per_drive
 
 
-def _host_reasons(host: HostPlan) -> list[str]:
+def _reasons(plan: HostPlan | DevicePlan) -> list[str]:
     try:
-        host.require_fit()
+        plan.require_fit()
     except PlanError as error:
         return [str(error)]
     return []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.config import Config
-from offload.runs.data import NUM_VALIDATION_WINDOWS, Text
+from offload.runs.data import NUM_VALIDATION_WINDOWS, Batch, Text
 from offload.runs.phases import StepClock
 from offload.runs.schedule import learning_rate
 
@@ -34,6 +34,8 @@ class TrainingLoop:
     model: nn.Module
     optimizer: Optimizer
     text: Text
+    device: torch.device
+    """Of the model's inputs."""
 
     def run_step(self, step: int, clock: StepClock) -> StepOutcome:
         """Runs step `step` (from 1): its micro-steps, the clip and the update.
@@ -62,7 +64,7 @@ class TrainingLoop:
             for batch in self.text.validation_batches(
                 batch=config.train.batch, context=config.model.context
             ):
-                loss = self.model(batch.inputs, batch.targets).item()
+                loss = self._loss_of(batch).item()
                 total += loss * len(batch.inputs)
         self.model.train(was_training)
         return total / NUM_VALIDATION_WINDOWS
@@ -86,11 +88,15 @@ class TrainingLoop:
                 context=self.config.model.context,
             )
             with clock.forward():
-                loss: Tensor = self.model(batch.inputs, batch.targets) / train.micro_steps
+                loss = self._loss_of(batch) / train.micro_steps
             with clock.backward():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.model(batch.inputs.to(self.device), batch.targets.to(self.device))
+        return loss
 
     def _clip(self) -> float:
         max_norm = self.config.train.max_grad_norm

@@ -44,6 +44,8 @@ class StepMetrics:
     """After the step, where `train.eval_every` asked for it."""
     written_bytes_per_day: float | None = None
     """To all paths at the pace of this step, without commits; None where nothing is stored."""
+    store_bytes: int | None = None
+    """In blocks that a version needs, committed, current or of a checkpoint, after the step."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object of one line; floats that JSON can't write become None."""

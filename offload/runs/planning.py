@@ -3,20 +3,24 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
-from offload.plan.machine_profile import MachineProfile, read_profile
+from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
+from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.run_plan import RunPlan
-from offload.plan.storage import StoragePlan, store_bytes
+from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
-from offload.sizes import MIB
+from offload.sizes import MIB, parse_duration
+from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 
 BLOCK_BYTES = MIB
@@ -51,13 +55,15 @@ def plan_run(
         layout=layout,
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
+        device=_plan_device(config, layout, discovered),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
-        warnings=tuple(_warnings(config)) if config.offload else (),
+        warnings=tuple(_warnings(config, directories)) if config.offload else (),
+        commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
     )
 
 
@@ -75,6 +81,25 @@ def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> 
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+    )
+
+
+def _forecast_commits(
+    config: Config,
+    layout: ModelLayout,
+    host: HostPlan | None,
+    profiles: Sequence[PathProfile | None],
+) -> CommitForecast | None:
+    tier = config.tiers.storage
+    if host is None or tier.durability == "none":
+        return None
+    every = tier.commit_every
+    return CommitForecast(
+        commit_bytes=committed_bytes(ModelBytes.of(layout), host),
+        resident_bytes=host.resident_parameter_bytes + host.resident_state_bytes,
+        paths=measured_on_all(profiles),
+        interval=parse_duration(every) if isinstance(every, str) else every,
+        mean_time_between_failures_s=parse_duration(config.checkpoint.mean_time_between_failures),
     )
 
 
@@ -119,6 +144,20 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
+        is_unified=config.tiers.device.kind == "cpu",
+    )
+
+
+def _plan_device(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel
+) -> DevicePlan | None:
+    if config.tiers.device.kind == "cpu" or not config.offload:
+        return None
+    return plan_device(
+        layout,
+        budget_bytes=config.tiers.device.memory,
+        co_resident_units=discovered.co_resident_units,
+        prefetch_distance=config.policy.prefetch,
     )
 
 
@@ -126,27 +165,31 @@ def _plan_storage(
     config: Config, layout: ModelLayout, host: HostPlan, stores: Sequence[Path]
 ) -> StoragePlan:
     tier = config.tiers.storage
-    free: list[int] = []
-    capacities: list[int] = []
+    paths = []
     for index, directory in enumerate(_existing_directories(config, stores)):
-        taken = _bytes_below(stores[index] if stores else None)
-        free.append(shutil.disk_usage(directory).free + taken)
-        capacity = tier.capacity_of(index)
-        capacities.append(free[-1] if capacity is None else min(capacity, free[-1]))
+        usage = shutil.disk_usage(directory)
+        path = StoragePath(
+            device=directory.stat().st_dev,
+            total_bytes=usage.total,
+            free_bytes=usage.free,
+            taken_bytes=_bytes_below(stores[index] if stores else None),
+            capacity_bytes=tier.capacity_of(index),
+        )
+        paths.append(path)
     return StoragePlan(
-        planned_bytes=store_bytes(
+        space=store_space(
             layout,
             block_bytes=BLOCK_BYTES,
             durability=tier.durability,
-            window_bytes=host.buffer_bytes * host.num_buffers,
+            num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
         ),
-        free_bytes=sum(free),
-        capacity_bytes=sum(capacities) if tier.capacity else None,
+        free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
+        capacity_bytes=usable_bytes(paths) if tier.capacity else None,
     )
 
 
-def _warnings(config: Config) -> Iterator[str]:
+def _warnings(config: Config, directories: Sequence[Path]) -> Iterator[str]:
     tier, drain = config.tiers.storage, config.checkpoint.drain
     if tier.durability == "none":
         return
@@ -155,17 +198,13 @@ def _warnings(config: Config) -> Iterator[str]:
             "no checkpoint is copied off the storage paths: a path that cannot be read any more "
             "ends the run for good; set `checkpoint.save_every` and `checkpoint.drain`"
         )
-    elif any(_is_below(Path(drain), Path(path)) for path in tier.paths):
+    elif (path := shared_path(Path(drain), directories)) is not None:
         yield (
-            f"`checkpoint.drain` = `{drain}` lies on one of the storage paths, with which it would "
-            "be lost; name a directory on another drive or file system"
+            f"`checkpoint.drain` = `{drain}` lies on the file system of storage path `{path}`, "
+            "with which it would be lost; name a directory on another drive or file system"
         )
     elif not config.checkpoint.save_every:
         yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
-
-
-def _is_below(path: Path, root: Path) -> bool:
-    return path.resolve().is_relative_to(root.resolve())
 
 
 def num_kept_checkpoints(config: Config) -> int:
@@ -181,12 +220,7 @@ def num_kept_checkpoints(config: Config) -> int:
 def _existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
     """The nearest directory above each part of the store that is already there."""
     wanted = list(stores) or [Path(path) for path in config.tiers.storage.paths] or [Path.cwd()]
-    found = []
-    for directory in wanted:
-        while not directory.exists() and directory != directory.parent:
-            directory = directory.parent
-        found.append(directory)
-    return found
+    return [existing_directory(directory) for directory in wanted]
 
 
 def _bytes_below(store: Path | None) -> int:

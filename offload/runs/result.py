@@ -72,6 +72,10 @@ class TrainResult:
     """To all paths, commits included."""
     drive_days: float | None
     """Until the path that is written most reaches `tiers.storage.endurance`."""
+    store_planned_bytes: int | None
+    """Of the store when it is largest, by the plan."""
+    store_peak_bytes: int | None
+    """Most bytes in blocks that versions and checkpoints needed after a step."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

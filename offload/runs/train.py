@@ -185,12 +185,12 @@ def _result(
         update_achieved_over_bound=ratio(update_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
-        **_upkeep(config, medians=medians, summary=summary),  # type: ignore[arg-type]
+        **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )
 
 
 def _upkeep(
-    config: Config, *, medians: StepMedians, summary: RunSummary
+    config: Config, plan: RunPlan, *, medians: StepMedians, summary: RunSummary
 ) -> dict[str, float | int | None]:
     """Returns the figures of commits, failures and wear; None where one does not apply."""
     storage, step_s = config.tiers.storage, medians.step_s
@@ -215,6 +215,9 @@ def _upkeep(
         figures["expected_lost_work_s"] = lost.expected_s(interval_s) if interval_s else None
         figures["best_commit_interval_s"] = best_s
         figures["best_commit_every"] = max(1, round(best_s / step_s)) if step_s else None
+    stored = [step.store_bytes for step in summary.recorder.steps if step.store_bytes]
+    figures["store_planned_bytes"] = plan.storage.planned_bytes if plan.storage else None
+    figures["store_peak_bytes"] = max(stored, default=None)
     num_steps = max(len(summary.recorder.steps), 1)
     worn = wear(
         bytes_per_step=(medians.write_bytes or 0) + summary.stats.commit_bytes // num_steps,

@@ -141,7 +141,13 @@ class TrainingRun:
         model = session.wrap(model)
         model.train()
         optimizer = make_optimizer(session, model, self._config.optimizer)
-        return TrainingLoop(config=self._config, model=model, optimizer=optimizer, text=self._text)
+        return TrainingLoop(
+            config=self._config,
+            model=model,
+            optimizer=optimizer,
+            text=self._text,
+            device=session.device,
+        )
 
     def _restore(self, session: Session) -> int:
         if not self._directory.is_resumed:
@@ -179,6 +185,7 @@ class TrainingRun:
             times = clock.stop()
         after = session.stats()
         rss_bytes = self._rss.sample()
+        validation_loss = loop.validate() if self._is_validation_due(step) else None
         return self._recorder.record(
             StepFacts(
                 step=step,
@@ -186,9 +193,10 @@ class TrainingRun:
                 times=times,
                 before=before,
                 after=after,
+                validated=session.stats(),
                 rss_bytes=rss_bytes,
                 committed=self._committed,
-                validation_loss=loop.validate() if self._is_validation_due(step) else None,
+                validation_loss=validation_loss,
             )
         )
 

@@ -52,6 +52,46 @@ class Placement:
                     if missing > 0:
                         self._grow(path, missing, num_blocks)
 
+    def available_blocks(self) -> int:
+        """Returns how many more blocks fit on all paths; what paths share counts once."""
+        free = 0
+        growable: dict[int, int] = {}
+        on_device: dict[int, int] = {}
+        for path in self._written():
+            free += self._versions.num_free_on(path.index)
+            growable[path.device] = growable.get(path.device, 0) + path.growable_blocks()
+            on_device[path.device] = path.device_blocks()
+        return free + sum(min(count, on_device[device]) for device, count in growable.items())
+
+    def reserve(self, num_blocks: int) -> None:
+        """Grows the data files until so many blocks are free, as their paths are used by now.
+
+        Raises:
+            StorageError: No path has room.
+        """
+        with self._grow_lock:
+            while any(counts := self._missing(num_blocks)):
+                for path, count in zip(self._paths, counts, strict=True):
+                    if count > 0:
+                        self._grow(path, count, count)
+
+    def _missing(self, num_blocks: int) -> list[int]:
+        """Returns by how many blocks each path has to grow, in proportion to what it holds."""
+        written = self._written()
+        missing = num_blocks - sum(self._versions.num_free_on(path.index) for path in written)
+        counts = [0] * len(self._paths)
+        taken = {path.index: self._versions.num_taken_on(path.index) for path in written}
+        total = sum(taken.values())
+        if missing <= 0 or not total:  # the first versions show which path takes how much
+            return counts
+        for index, held in taken.items():
+            counts[index] = missing * held // total
+        counts[written[0].index] += missing - sum(counts)
+        return _fit(counts, [path.growable_blocks() for path in self._paths])
+
+    def _written(self) -> list[OpenPath]:
+        return [path for path in self._paths if path.use is not PathUse.LEFT_OUT]
+
     def has_other(self, path: OpenPath) -> bool:
         """Returns whether another path takes new blocks."""
         return any(p is not path and p.use is not PathUse.LEFT_OUT for p in self._paths)

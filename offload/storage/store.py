@@ -27,6 +27,7 @@ from offload.storage.ownership import OWNER_FILE, Ownership
 from offload.storage.path_rates import PathRates
 from offload.storage.placement import Placement
 from offload.storage.record_transfers import RecordTransfers
+from offload.storage.room import Room
 from offload.storage.store_paths import OpenPath, PathEngine, PathUse, StorePath
 from offload.storage.tickets import StoreTicket
 from offload.storage.versions import VersionTable
@@ -99,6 +100,7 @@ class BlockStore:
         root: The directory on the first path.
         block_bytes: Unit of allocation and checksums; an existing store keeps its own.
         alignment: Of lengths (and, for direct files, addresses) in memory; known once open.
+        durability: `commit`, or `none` without commits and syncs.
 
     Concurrency: Any thread. Commits are one at a time; writes may go on during one, and are part
         of it if their `wait` had returned when it began.
@@ -144,7 +146,7 @@ class BlockStore:
         self.block_bytes = block_bytes
         self.alignment = _LEAST_ALIGNMENT
         self._engines = list(engine) if isinstance(engine, Sequence) else [engine]
-        self._durability = durability
+        self.durability = durability
         self._describe = describe
         self._striping = striping
         self._advise = advise
@@ -358,6 +360,23 @@ class BlockStore:
             checkpoint=checkpoint,
         )
 
+    def require_room(
+        self, groups: Sequence[Mapping[str, int]], *, num_in_flight: int, what: str
+    ) -> None:
+        """Makes sure that new versions of records fit, before the first of them is written.
+
+        Args:
+            groups: Bytes by record, of the records that are written together.
+            num_in_flight: The most groups that are written at one time.
+            what: Is about to be done, for the message.
+
+        Raises:
+            StorageError: They do not fit beside the last commit, the current versions and the
+                checkpoints; nothing was changed. `errno` is ENOSPC.
+        """
+        self._require(StoreState.WRITABLE, what=what)
+        self._open_parts.room.require(groups, num_in_flight=num_in_flight, what=what)
+
     def discard(self, record: str) -> None:
         """Drops a record from the current versions, if it is there. The last commit keeps it."""
         self._require(StoreState.WRITABLE, what="discard from")
@@ -390,7 +409,7 @@ class BlockStore:
             StoreError: An earlier sync failed, or the store has durability `none`.
         """
         self._require(StoreState.WRITABLE, what="commit to")
-        if self._durability == "none":
+        if self.durability == "none":
             raise StoreError(
                 f"cannot commit to store `{self.root}`: expected durability `commit`, found "
                 "`none`; set `tiers.storage.durability`"
@@ -618,6 +637,7 @@ class BlockStore:
             rates=rates,
             block_bytes=self.block_bytes,
         )
+        room = Room(paths, versions=versions, placement=placement, block_bytes=self.block_bytes)
         transfers = RecordTransfers(
             paths=paths,
             versions=versions,
@@ -630,7 +650,12 @@ class BlockStore:
             advise=self._advise or (lambda: ""),
         )
         return _Parts(
-            paths=paths, versions=versions, transfers=transfers, commits=commits, rates=rates
+            paths=paths,
+            versions=versions,
+            transfers=transfers,
+            room=room,
+            commits=commits,
+            rates=rates,
         )
 
     def _check_not_truncated(self, manifest: Manifest, path: OpenPath) -> None:
@@ -669,6 +694,7 @@ class _Parts:
     paths: list[OpenPath]
     versions: VersionTable
     transfers: RecordTransfers
+    room: Room
     commits: Commits
     rates: PathRates
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import StorageError
-from offload.sizes import GIB, format_size
+from offload.plan.storage import margin_bytes
+from offload.sizes import format_size
 from offload.storage.buffer import Buffer
 from offload.storage.data_file import DataFile
 from offload.storage.engine import EngineStats, Priority
@@ -20,8 +21,6 @@ _log = logging.getLogger("offload.storage")
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A path that says one of these is full: what it has is kept, and it grows no more."""
-_MOST_MARGIN_BYTES = GIB
-_MARGIN_FRACTION = 100
 
 
 class PathTicket(Protocol):
@@ -29,6 +28,7 @@ class PathTicket(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> None: ...
     def done(self) -> bool: ...
+    def notify(self, event_fd: int | None) -> bool: ...
 
 
 class PathEngine(Protocol):
@@ -102,15 +102,22 @@ class OpenPath:
         """Returns by how many blocks the data file may still grow."""
         if self.use is not PathUse.OPEN:
             return 0
-        status = os.fstatvfs(self.data.file.fd)
-        total_bytes = status.f_blocks * status.f_frsize
-        margin_bytes = min(_MOST_MARGIN_BYTES, total_bytes // _MARGIN_FRACTION)
-        free_bytes = status.f_bavail * status.f_frsize - margin_bytes
-        growable = max(0, free_bytes) // self._block_bytes
+        growable = self.device_blocks()
         if self.config.capacity_bytes is None:
             return growable
         most = self.config.capacity_bytes // self._block_bytes
         return max(0, min(growable, most - self.data.num_blocks()))
+
+    def device_blocks(self) -> int:
+        """Returns how many more blocks the file system has room for, but for a margin."""
+        status = os.fstatvfs(self.data.file.fd)
+        margin = margin_bytes(status.f_blocks * status.f_frsize)
+        return max(0, status.f_bavail * status.f_frsize - margin) // self._block_bytes
+
+    @property
+    def device(self) -> int:
+        """The same number for paths that share their free space."""
+        return os.fstat(self.data.file.fd).st_dev
 
     def grow(self, num_blocks: int) -> int:
         """Adds at least `num_blocks` free blocks and returns how many the data file has now.

@@ -134,6 +134,32 @@ class VersionTable:
         with self._lock:
             return self._allocators[path_index].num_free
 
+    def num_lasting(self, sizes: Mapping[str, int]) -> int:
+        """Returns the blocks that new versions of these records take beside what is kept.
+
+        Those of records whose current version nothing else needs are not counted: it gives way.
+
+        Args:
+            sizes: Bytes by record.
+        """
+        with self._lock:
+            return sum(
+                num_blocks_for(num_bytes, self._block_bytes)
+                for record, num_bytes in sizes.items()
+                if (version := self._current.get(record)) is None or self._is_kept(record, version)
+            )
+
+    def kept(self) -> list[str]:
+        """Returns the names of the checkpoints."""
+        with self._lock:
+            return sorted(self._checkpoints)
+
+    def num_kept_only_by(self, checkpoint: str) -> int:
+        """Returns how many blocks would be free without a checkpoint."""
+        with self._lock:
+            kept = self._require_checkpoint(checkpoint).values()
+            return sum(version.num_blocks for version in kept if version.references == 1)
+
     def grow(self, path_index: int, num_blocks: int) -> None:
         """Says that the data file of a path now has `num_blocks` blocks."""
         with self._lock:
@@ -255,6 +281,11 @@ class VersionTable:
                 self._supersede(record)
             for version in superseded.values():
                 self._drop_reference(version)
+
+    def _is_kept(self, record: str, version: Version) -> bool:
+        """Returns whether a commit or a checkpoint needs a current version."""
+        kept = (self._committed, *self._checkpoints.values())
+        return any(versions.get(record) is version for versions in kept)
 
     def _supersede(self, record: str) -> None:
         self._newest_serial[record] = self._next_serial

@@ -64,7 +64,7 @@ class Adoption:
         for shard in self._state.layout.shards.values():
             self._read_shard(shard, self._state.parameters[shard.name])
 
-    def make_stored(self, slots: SlotPool) -> None:
+    def make_stored(self, slots: SlotPool[memoryview]) -> None:
         """Writes every unit to the store through a slot; parameters become placeholders."""
         for index, unit in enumerate(self._state.layout.units):
             streamed = StreamedUnit(unit, index, self._parameters)
@@ -74,7 +74,7 @@ class Adoption:
                 self._forget(binding.parameter)
                 binding.detach()
 
-    def _write_unit(self, unit: Unit, streamed: StreamedUnit, slots: SlotPool) -> None:
+    def _write_unit(self, unit: Unit, streamed: StreamedUnit, slots: SlotPool[memoryview]) -> None:
         assert self._state.store is not None
         slot = slots.try_lease()
         assert slot is not None, "no unit is resident yet: every slot is free"
@@ -86,7 +86,7 @@ class Adoption:
                 stop = binding.offset_bytes + binding.num_bytes
                 target = base[binding.offset_bytes : stop].view(values.dtype)
                 target.view(values.shape).copy_(values)
-            StoredUnits(self._state.layout, self._state.store).write(
+            StoredUnits(self._state.layout, self._state.store).write_from(
                 unit, slot.memory[: unit.num_bytes]
             )
         finally:

@@ -89,6 +89,17 @@ class ModelBuffers:
                     yield f"{path}.{name}" if path else name, buffer
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves every buffer to `device`; a buffer that several modules share stays one."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)]
+
+
 def _memory(num_bytes: int, store: BlockStore) -> memoryview:
     arena = Arena(round_up(num_bytes, store.alignment))
     arena.open()

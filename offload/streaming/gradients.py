@@ -1,10 +1,12 @@
 """Gradients: taken as they appear, kept in the host arena, shown as `p.grad`."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from offload.devices import Copy, CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import DTYPES, ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
@@ -31,11 +33,17 @@ class Gradients:
         region: memoryview,
         dtype: str,
         sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None],
+        device: Device | None = None,
     ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
         self._parameters = parameters
         self._accumulators: dict[nn.Parameter, Accumulator] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._device = CpuDevice() if device is None else device
+        self._max_in_flight_bytes = max((unit.num_bytes for unit in layout.units), default=0)
+        self._in_flight: deque[tuple[Copy, int]] = deque()
+        self._in_flight_bytes = 0
         offset = 0
         for shard in layout.shards.values():
             if not shard.is_trainable:
@@ -49,7 +57,13 @@ class Gradients:
             for placed in shard.parameters:
                 parameter = parameters[placed.facts.name]
                 memory = flat[placed.start : placed.stop].view(placed.facts.shape)
-                accumulator = Accumulator(placed.facts.name, memory, sums_of_squares)
+                accumulator = Accumulator(
+                    placed.facts.name,
+                    memory,
+                    sums_of_squares,
+                    before_write,
+                    device=self._device.torch_device,
+                )
                 self._accumulators[parameter] = accumulator
                 self._prepare(parameter, memory.dtype)
 
@@ -76,11 +90,17 @@ class Gradients:
             parameter.grad = StreamedGradient(accumulator)
         return accumulator
 
+    def settle(self) -> None:
+        """Waits until every gradient has arrived in its accumulator."""
+        while self._in_flight:
+            self._end_oldest()
+
     def close(self) -> None:
         """Removes the hooks; gradients that are shown stay readable."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.settle()
 
     def _prepare(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         if dtype != parameter.dtype:
@@ -108,10 +128,27 @@ class Gradients:
 
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         accumulator = self._accumulators[parameter]
-        if gradient.shape != accumulator.memory.shape:
+        if gradient.shape != accumulator.shape:
             raise StoreError(
                 f"cannot take the gradient of `{accumulator.name}`: expected shape "
-                f"{tuple(accumulator.memory.shape)}, found {tuple(gradient.shape)}"
+                f"{tuple(accumulator.shape)}, found {tuple(gradient.shape)}"
             )
-        accumulator.start(gradient)
+        accumulator.start(
+            gradient, start_copy=None if self._device.is_unified else self._start_copy
+        )
         parameter.grad = StreamedGradient(accumulator)
+
+    def _start_copy(self, gradient: torch.Tensor, into: torch.Tensor) -> Copy:
+        """Starts copying a gradient from the device, at most one unit's bytes ahead."""
+        num_bytes = into.numel() * into.element_size()
+        while self._in_flight and self._in_flight_bytes + num_bytes > self._max_in_flight_bytes:
+            self._end_oldest()
+        copy = self._device.copy_out(gradient, into)
+        self._in_flight.append((copy, num_bytes))
+        self._in_flight_bytes += num_bytes
+        return copy
+
+    def _end_oldest(self) -> None:
+        copy, num_bytes = self._in_flight.popleft()
+        self._in_flight_bytes -= num_bytes
+        copy.synchronize()

@@ -17,6 +17,7 @@ class HostMemory:
     What is always in use is leased at once; slots and buffers are leased while they are in use.
 
     Attributes:
+        whole: All of the arena.
         gradients: Region of all accumulators.
         slots: Unit slots, or None where parameters are resident.
         states: Slots of records, in the window and cached; None where the state is resident.
@@ -29,6 +30,7 @@ class HostMemory:
         self.budget = Budget(min(plan.budget_bytes, plan.planned_bytes), tier="host")
         arena = Arena(plan.planned_bytes)
         arena.open()
+        self.whole = arena.whole() if plan.planned_bytes else memoryview(b"")
         self.gradients = arena.take(plan.gradient_bytes)
         self._parameters = arena.take(plan.resident_parameter_bytes)
         self._state = arena.take(plan.resident_state_bytes)
@@ -105,7 +107,9 @@ class HostMemory:
         finally:
             pool.release(slot)
 
-    def _pool(self, region: memoryview, slot_bytes: int, purpose: str) -> SlotPool | None:
+    def _pool(
+        self, region: memoryview, slot_bytes: int, purpose: str
+    ) -> SlotPool[memoryview] | None:
         if not len(region):
             return None
         return SlotPool(region, slot_bytes=slot_bytes, budget=self.budget, purpose=purpose)

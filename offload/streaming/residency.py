@@ -4,18 +4,20 @@ See [Note: a slot belongs to a storage object] in `offload.memory.storages`: evi
 drops the engine's own views; the slot comes back when the last alias of it is gone.
 """
 
+import contextlib
 import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from offload.errors import BudgetError
+from offload.devices import CpuDevice, Device
+from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
-from offload.memory import SlotPool, memory_of, storage_over
+from offload.memory import Region, SlotPool
 from offload.sizes import format_size
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import CopyState, StreamedUnit, Transfer
@@ -26,12 +28,16 @@ logger = logging.getLogger("offload.streaming")
 class ParameterTier(Protocol):
     """Where absent units live."""
 
-    def start_read(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts filling `into` with the unit's bytes and returns at once."""
+    def can_prefetch(self) -> bool:
+        """Returns whether a read that is not needed yet can start without waiting for room."""
         ...
 
-    def write(self, unit: Unit, source: memoryview) -> None:
-        """Writes the whole unit back and waits."""
+    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts filling the slot `into` with the unit's bytes."""
+        ...
+
+    def write(self, unit: Unit, source: torch.Tensor) -> None:
+        """Writes the whole unit back from its slot and waits."""
         ...
 
 
@@ -58,15 +64,17 @@ class Residency:
         self,
         units: Sequence[StreamedUnit],
         *,
-        pool: SlotPool,
+        pool: SlotPool[Any],
         tier: ParameterTier,
         prefetch_distance: int,
         on_edit: Callable[[StreamedUnit, list[str]], None],
+        device: Device | None = None,
     ) -> None:
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
         self._pool = pool
+        self._device = CpuDevice() if device is None else device
         self._tier = tier
         self._prefetch_distance = prefetch_distance
         self._on_edit = on_edit
@@ -137,6 +145,10 @@ class Residency:
         assert unit.base is not None
         return unit.base
 
+    def look(self, index: int) -> None:
+        """Fetches a unit for a look from outside a pass."""
+        self.fetch(self.units[index], is_recorded=False)
+
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow."""
         ahead = 0
@@ -147,6 +159,8 @@ class Residency:
             unit = self.units[index]
             if unit.state is not CopyState.ABSENT:
                 continue
+            if not self._tier.can_prefetch():
+                return
             next_use = self.trace.next_use(index)
             memory = self._try_slot(unit, needed_at=next_use, keep=self._current)
             if memory is None:
@@ -159,8 +173,7 @@ class Residency:
         if unit.state is CopyState.ABSENT:
             return
         if unit.state is CopyState.FETCHING:
-            for transfer in unit.transfers:
-                transfer.wait()
+            _wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
         self._drop(unit)
@@ -190,7 +203,7 @@ class Residency:
         edited = unit.edited_bindings()
         if not edited:
             return
-        self._tier.write(unit.layout, memory_of(unit.base))
+        self._tier.write(unit.layout, unit.base)
         for binding in edited:
             binding.seen_version = binding.parameter._version
         if unit.hashes is not None:
@@ -201,9 +214,7 @@ class Residency:
         unit.move_to(CopyState.FETCHING)
         unit.base = base
         unit.was_used = False
-        unit.transfers = self._tier.start_read(
-            unit.layout, memory_of(base), is_prefetch=is_prefetch
-        )
+        unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         started = time.perf_counter()
@@ -211,6 +222,7 @@ class Residency:
             for transfer in unit.transfers:
                 transfer.wait()
         except BaseException:
+            _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
         self.counters.io_wait_s += time.perf_counter() - started
@@ -248,7 +260,7 @@ class Residency:
         """Returns memory for `unit`, evicting units other than `keep` used after `needed_at`."""
         num_bytes = unit.layout.num_bytes
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
         slot = self._pool.try_lease()
         while slot is None:
             victim = self._farthest_next_use(keep)
@@ -257,7 +269,8 @@ class Residency:
             self.evict(victim)
             slot = self._pool.try_lease()
         pool, leased = self._pool, slot
-        return storage_over(slot.memory[:num_bytes], on_death=lambda: pool.release(leased))
+        memory: Region = slot.memory[:num_bytes]
+        return self._device.tensor_over(memory, on_death=lambda: pool.release(leased))
 
     def _farthest_next_use(self, keep: StreamedUnit | None) -> StreamedUnit | None:
         candidates = [
@@ -277,5 +290,11 @@ class Residency:
             f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
             f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
             "kept by tensors that still point into them (views of parameters that were kept); "
-            "drop those, or raise `tiers.host.memory`"
+            f"drop those, or raise `tiers.{'host' if self._device.is_unified else 'device'}.memory`"
         )
+
+
+def _wait_quietly(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        with contextlib.suppress(OffloadError):
+            transfer.wait()

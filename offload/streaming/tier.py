@@ -1,6 +1,17 @@
-"""Units on storage: one record of parameters per subgroup."""
+"""Where absent units live, and how they come from there into a slot."""
 
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from offload.devices import Copy, Device
+from offload.errors import OffloadError
 from offload.layout import ModelLayout, Subgroup, Unit
+from offload.memory import Slot, SlotPool, memory_of
 from offload.optim.pipeline import parameter_key
 from offload.storage.engine import Priority
 from offload.storage.store import BlockStore
@@ -14,16 +25,28 @@ class StoredUnits:
         self._layout = layout
         self._store = store
 
-    def start_read(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+    def can_prefetch(self) -> bool:
+        """Returns True: a slot is all that a read needs."""
+        return True
+
+    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
         """Starts filling `into`, `unit.num_bytes` long, and returns at once."""
+        return self.start_read_into(unit, memory_of(into), is_prefetch=is_prefetch)
+
+    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts filling host memory, `unit.num_bytes` long, and returns at once."""
         priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
         return [
             self._store.read(parameter_key(subgroup), memory, priority=priority)
             for subgroup, memory in self._parts(unit, into)
         ]
 
-    def write(self, unit: Unit, source: memoryview) -> None:
+    def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit and waits."""
+        self.write_from(unit, memory_of(source))
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
         tickets = [
             self._store.write(parameter_key(subgroup), memory, num_bytes=subgroup.parameter_bytes)
             for subgroup, memory in self._parts(unit, source)
@@ -38,3 +61,165 @@ class StoredUnits:
                 start = shard.offset_bytes + subgroup.offset_bytes
                 parts.append((subgroup, memory[start : start + subgroup.padded_parameter_bytes]))
         return parts
+
+
+class HostUnits:
+    """Units that are resident in host memory and computed with on a device of its own memory."""
+
+    def __init__(
+        self, layout: ModelLayout, flat: Mapping[str, torch.Tensor], device: Device
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            layout: Of the model.
+            flat: The resident flat shards by name, each padded to the transfer alignment.
+            device: Where the slots are.
+        """
+        self._layout = layout
+        self._flat = flat
+        self._device = device
+
+    def can_prefetch(self) -> bool:
+        """Returns True: a slot is all that a copy needs."""
+        return True
+
+    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts copying the unit into its slot and returns at once."""
+        del is_prefetch
+        transfers: list[Transfer] = []
+        for shard in unit.shards:
+            stop = shard.offset_bytes + shard.num_bytes
+            source = memory_of(self._flat[shard.name])[: shard.num_bytes]
+            transfers.append(self._device.copy_in(source, into[shard.offset_bytes : stop]))
+        return transfers
+
+    def write(self, unit: Unit, source: torch.Tensor) -> None:
+        """Copies the whole unit from its slot into host memory and waits."""
+        copies: list[Copy] = []
+        for shard in unit.shards:
+            stop = shard.offset_bytes + shard.num_bytes
+            into = self._flat[shard.name].view(torch.uint8)[: shard.num_bytes]
+            copies.append(self._device.copy_out(source[shard.offset_bytes : stop], into))
+        for copy in copies:
+            copy.synchronize()
+
+
+class StoredTier(Protocol):
+    """Storage, as staging uses it."""
+
+    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts filling host memory."""
+        ...
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
+        ...
+
+
+class StagedUnits:
+    """Units on storage that are computed with on a device of its own memory.
+
+    A fetch has three stages: storage to a staging slot in host memory, from there to the slot on
+    the device, computing. The stages of different units overlap: a thread waits for the reads in
+    turn and starts each copy as its read is done.
+
+    Concurrency: One thread calls.
+    """
+
+    def __init__(self, stored: StoredTier, staging: SlotPool[memoryview], device: Device) -> None:
+        self._stored = stored
+        self._staging = staging
+        self._device = device
+        self._in_flight: deque[_StagedRead] = deque()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-staging")
+
+    def close(self) -> None:
+        """Waits for what is in flight, whatever it gives."""
+        self._executor.shutdown()
+        self.drain()
+
+    def drain(self) -> None:
+        """Waits until every staging slot is free."""
+        while self._in_flight:
+            self._end(self._in_flight.popleft())
+
+    def can_prefetch(self) -> bool:
+        """Returns whether a staging slot is free."""
+        self._reap()
+        return self._staging.num_free > 0
+
+    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts the first stage; waits for a staging slot if none is free."""
+        slot = self._take_slot()
+        memory = slot.memory[: unit.num_bytes]
+        try:
+            reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch)
+        except BaseException:
+            self._staging.release(slot)
+            raise
+        copy = self._executor.submit(self._copy_when_read, reads, memory, into)
+        self._in_flight.append(_StagedRead(slot, copy))
+        return [self._in_flight[-1]]
+
+    def write(self, unit: Unit, source: torch.Tensor) -> None:
+        """Writes the whole unit through a staging slot and waits."""
+        slot = self._take_slot()
+        try:
+            memory = slot.memory[: unit.num_bytes]
+            into = torch.frombuffer(memory, dtype=torch.uint8)
+            self._device.copy_out(source, into).synchronize()
+            self._stored.write_from(unit, memory)
+        finally:
+            self._staging.release(slot)
+
+    def _copy_when_read(
+        self, reads: list[Transfer], memory: memoryview, into: torch.Tensor
+    ) -> Copy:
+        failure: OffloadError | None = None
+        for read in reads:
+            try:
+                read.wait()
+            except OffloadError as error:  # the others may still write to the slot
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self._device.copy_in(memory, into)
+
+    def _take_slot(self) -> Slot[memoryview]:
+        self._reap()
+        slot = self._staging.try_lease()
+        while slot is None:
+            self._end(self._in_flight.popleft())
+            slot = self._staging.try_lease()
+        return slot
+
+    def _reap(self) -> None:
+        while self._in_flight and self._in_flight[0].done():
+            self._end(self._in_flight.popleft())
+
+    def _end(self, read: "_StagedRead") -> None:
+        with contextlib.suppress(Exception):  # whoever waits for the unit gets the error
+            read.synchronize()
+        self._staging.release(read.slot)
+
+
+class _StagedRead:
+    """A unit between storage and device."""
+
+    def __init__(self, slot: Slot[memoryview], copy: "Future[Copy]") -> None:
+        self.slot = slot
+        self._copy = copy
+
+    def wait(self) -> None:
+        """Waits until computing may follow, or raises what the read gave."""
+        self._copy.result().wait()
+
+    def synchronize(self) -> None:
+        """Waits until the staging slot is free of the copy."""
+        self._copy.result().synchronize()
+
+    def done(self) -> bool:
+        if not self._copy.done():
+            return False
+        return self._copy.exception() is not None or self._copy.result().done()

@@ -48,12 +48,14 @@ class Binding:
 
     __slots__ = ("name", "num_bytes", "offset_bytes", "parameter", "placeholder", "seen_version")
 
-    def __init__(self, parameter: nn.Parameter, *, name: str, offset_bytes: int) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, *, name: str, offset_bytes: int, device: torch.device | None
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.offset_bytes = offset_bytes
         self.num_bytes = parameter.numel() * parameter.element_size()
-        self.placeholder = placeholder_of(parameter)
+        self.placeholder = placeholder_of(parameter, device=device)
         self.seen_version = parameter._version
 
     def attach(self, base: torch.Tensor) -> None:
@@ -116,7 +118,14 @@ class StreamedUnit:
             through `parameter.data` moves no version counter.
     """
 
-    def __init__(self, layout: Unit, index: int, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        layout: Unit,
+        index: int,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        device: torch.device | None = None,
+    ) -> None:
         self.layout = layout
         self.index = index
         self.bindings = [
@@ -124,6 +133,7 @@ class StreamedUnit:
                 parameters[placed.facts.name],
                 name=placed.facts.name,
                 offset_bytes=shard.offset_bytes + placed.start * shard.itemsize,
+                device=device,
             )
             for shard in layout.shards
             for placed in shard.parameters
@@ -161,7 +171,7 @@ class StreamedUnit:
 
     def _hash(self) -> list[int]:
         assert self.base is not None
-        memory = memory_of(self.base)
+        memory = memory_of(self.base.cpu())  # itself where it is there already
         return [
             xxhash.xxh3_64_intdigest(memory[b.offset_bytes : b.offset_bytes + b.num_bytes])
             for b in self.bindings
@@ -175,8 +185,9 @@ class StreamedUnit:
         return self.bindings[0]
 
 
-def placeholder_of(parameter: torch.Tensor) -> torch.Tensor:
+def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
     """Returns a tensor of the parameter's shape and dtype over one element, NaN if it can be."""
     fill = float("nan") if parameter.is_floating_point() else 0
-    single = torch.full((1,), fill, dtype=parameter.dtype, device=parameter.device)
+    where = parameter.device if device is None else device
+    single = torch.full((1,), fill, dtype=parameter.dtype, device=where)
     return single.expand(parameter.shape) if parameter.dim() else single.view(())

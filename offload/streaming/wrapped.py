@@ -4,43 +4,46 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
-from offload.memory import memory_of, trim_heap
+from offload.memory import trim_heap
 from offload.optim.commit_head import CommitHead
+from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
-from offload.optim.pipeline import (
-    ModelState,
-    ParameterUpdate,
-    UpdatePipeline,
-    parameter_key,
-    state_key,
-)
+from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
+from offload.optim.written import written_by_commit, written_until_commit
+from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
-from offload.policy import Order
+from offload.policy import Order, resolve_overlap
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
 from offload.streaming.adoption import Adoption
-from offload.streaming.buffers import ModelBuffers
+from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
+from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
-from offload.streaming.residency import Residency
+from offload.streaming.residency import ParameterTier, Residency
+from offload.streaming.resident import ResidentUnits
 from offload.streaming.rollback import read_back
-from offload.streaming.tier import StoredUnits
+from offload.streaming.step_updates import StepUpdates
+from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.unit import StreamedUnit
+from offload.streaming.write_back import write_dirty
 
 logger = logging.getLogger("offload.streaming")
 
@@ -51,11 +54,13 @@ class WrapOptions:
 
     Attributes:
         budget_bytes: Of the host tier; None: as much as the model needs.
+        device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
     budget_bytes: int | None
+    device_budget_bytes: int | None = None
     parameters: Placement
     optimizer: Placement
     codec: str
@@ -64,6 +69,16 @@ class WrapOptions:
     gradient_dtype: Literal["parameter", "float32"]
     prefetch_distance: int
     is_training: bool
+    overlap: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBytes:
+    """What a model's steps moved from and to storage, padding included, or found in memory."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    cache_hit_bytes: int = 0
 
 
 class WrappedModel:
@@ -84,8 +99,10 @@ class WrappedModel:
         order: Order,
         building: Building | None = None,
         resume: CommitHead | None = None,
+        device: Device | None = None,
     ) -> None:
         self.model = model
+        self.device = CpuDevice() if device is None else device
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
         self.completed_steps = resume.step if resume else 0
@@ -98,13 +115,17 @@ class WrappedModel:
         self._building = building
         self._resume = resume
         self._is_resumed = resume is not None
-        self._failure: BaseException | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
+        self._device_memory: DeviceMemory | None = None
+        self._staged: StagedUnits | None = None
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
+        overlap = resolve_overlap(options.overlap) if options.is_training else None
+        self._updates = StepUpdates(order=order, overlap=overlap)
+        self._moved_by_steps = MovedBytes()
 
     def open(self) -> None:
         """Lays the model out, moves its parameters to their tier and attaches to its modules.
@@ -118,7 +139,9 @@ class WrappedModel:
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
         self.plan = self._make_plan(self.layout)
+        self.device_plan = self._make_device_plan()
         self.plan.require_fit()
+        self.device_plan.require_fit()
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -126,16 +149,30 @@ class WrappedModel:
         self._adopt()
         if self._resume is not None and self._store is not None:
             ModelBuffers(self.model).read(self._store, self._resume.buffers)
-        if self.options.parameters == "storage":
+        if self._is_streamed:
+            move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
+        elif self._updates.deferred is not None:
+            self._attach_resident(discovered, self._updates.deferred)
         self._note_versions()
 
     def close(self) -> None:
-        """Detaches from the model's modules; may be called again."""
-        if self._gradients is not None:
-            self._gradients.close()
-        if self._streamed is not None:
-            self._streamed.close()
+        """Applies what is pending and detaches from the model's modules; may be called again.
+
+        Raises:
+            StorageError, CorruptStateError: The pending updates failed.
+        """
+        try:
+            self._updates.close()
+        finally:
+            if self._gradients is not None:
+                self._gradients.close()
+            if self._streamed is not None:
+                self._streamed.close()
+            if self._staged is not None:
+                self._staged.close()
+            if self._device_memory is not None:
+                self.device.unregister_host(self._memory.whole)
 
     # What the optimizer asks.
 
@@ -177,17 +214,28 @@ class WrappedModel:
         return self.steps.get(name, 0)
 
     def apply(self, updates: dict[str, ParameterUpdate]) -> None:
-        """Updates the named parameters and counts one completed step.
+        """Updates the named parameters, now or under the next forward; counts a completed step.
 
         Raises:
+            StorageError: With `errno` ENOSPC, the paths have no room for what the step may write;
+                nothing was changed, and once there is room it may be done.
             StorageError, CorruptStateError: A transfer failed: the state is between two steps,
                 and no commit is accepted any more.
         """
-        self._require_whole("update")
+        self._updates.require_whole("update")
         started = time.perf_counter()
+        self._updates.finish()
+        self._require_room_for_step()
         self._leave_slots()
+        if self._gradients is not None:
+            self._gradients.settle()
+        step = self.completed_steps + 1
         try:
-            self._run_pipeline(updates)
+            if self._updates.deferred is None:
+                self._updates.run(updates, step=step)
+            else:
+                assert self._streamed is not None
+                self._updates.start(updates, step=step, trace=self._streamed.residency.trace)
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
                 # As after any in-place update: a graph that saved the old value must not be used.
@@ -195,7 +243,7 @@ class WrappedModel:
             self.completed_steps += 1
             self._note_versions()
         except BaseException as error:  # an interrupt too: what is counted is not what is done
-            self._failure = error
+            self._updates.failure = error
             raise
         if self._streamed is not None:
             self._streamed.after_update()
@@ -205,13 +253,36 @@ class WrappedModel:
 
     @property
     def io_wait_s(self) -> float:
-        waited = self._pipeline.io_wait_s
-        return waited + (self._residency.counters.io_wait_s if self._residency else 0.0)
+        """Time for which the caller's thread waited for storage."""
+        fetches_s = self._residency.counters.io_wait_s if self._residency else 0.0
+        return fetches_s + self._updates.io_wait_s
 
     @property
-    def cache_hit_bytes(self) -> int:
-        """Of records that an update found in memory."""
-        return self._pipeline.cache_hit_bytes
+    def update_wait_s(self) -> float:
+        """Time for which passes waited for pending updates."""
+        return self._updates.deferred.wait_s if self._updates.deferred else 0.0
+
+    def moved(self) -> "MovedBytes":
+        """Returns what was moved so far, without what commits wrote and digests read."""
+        io = self._store.stats() if self._store is not None else None
+        return MovedBytes(
+            read_bytes=io.read_bytes - self.digest_read_bytes if io else 0,
+            write_bytes=io.write_bytes - self.commit_record_bytes if io else 0,
+            cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
+        )
+
+    def moved_by_steps(self) -> "MovedBytes":
+        """Returns `moved` of when no update was pending last: differences are of whole steps."""
+        return self.moved() if self._updates.deferred is None else self._moved_by_steps
+
+    @property
+    def update_read_bytes(self) -> int:
+        return self._updates.pipeline.read_bytes
+
+    @property
+    def stalls(self) -> tuple[Stall, ...]:
+        """What the caller's thread waited for, longest first."""
+        return self._updates.stalls.stalls()
 
     @property
     def host_peak_bytes(self) -> int:
@@ -223,16 +294,23 @@ class WrappedModel:
         return self._memory.transfers
 
     @property
+    def device_peak_bytes(self) -> int | None:
+        """Most bytes leased at one time on the device; None where host arenas are its arenas."""
+        return None if self._device_memory is None else self._device_memory.budget.peak_bytes
+
+    @property
     def residency(self) -> Residency | None:
         return self._residency
 
     def commit(self, metadata: Mapping[str, Any]) -> None:
         """Writes what is resident and changed, then publishes the current versions."""
-        self._require_whole("commit")
+        self._updates.require_whole("commit")
         assert self._store is not None
+        self._updates.finish()
         before = self._store.stats().write_bytes
         self._settle_edits()
-        self._write_dirty()
+        self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
+        write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
         buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
@@ -247,10 +325,10 @@ class WrappedModel:
 
     def roll_back(self, load: Callable[[], CommitHead]) -> None:
         """Goes back to what `load` makes current in the store, whatever was pending or failed."""
+        self._updates.drop()
         if self._residency is not None:
             self._residency.evict_all()
         point = load()
-        self._failure = None
         self._window.drop_cached()
         self._state.edited.clear()
         self._state.dirty.clear()
@@ -265,11 +343,13 @@ class WrappedModel:
 
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
-        self._require_whole("digest")
+        self._updates.require_whole("digest")
+        self._updates.finish()
         self._settle_edits()
         before = self._read_bytes()
         stored = [] if self._state.parameters is not None else self.layout.subgroups.values()
         largest = max((s.padded_parameter_bytes for each in stored for s in each), default=0)
+        self._updates.pipeline.drop_prefetched()  # the digest reads through a buffer
         with self._memory.lend_scratch(largest, make_room=self._give_slots_back) as scratch:
             reader = StateParts(
                 store=self._store,
@@ -363,18 +443,37 @@ class WrappedModel:
             prefetch_distance=options.prefetch_distance,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
+            is_unified=self.device.is_unified,
         )
+
+    def _make_device_plan(self) -> DevicePlan:
+        return plan_device(
+            self.layout,
+            budget_bytes=self.options.device_budget_bytes,
+            co_resident_units=self._co_resident_units,
+            prefetch_distance=self.options.prefetch_distance,
+            holds_all=self.options.budget_bytes is None,
+        )
+
+    @property
+    def _is_streamed(self) -> bool:
+        return self.options.parameters == "storage" or not self.device.is_unified
 
     def _take_memory(self) -> None:
         options = self.options
         self._memory = memory = HostMemory(self.plan)
+        if not self.device.is_unified:
+            self.device.register_host(memory.whole)
+            self._device_memory = DeviceMemory(self.device_plan, self.device)
         if options.is_training:
             self._gradients = Gradients(
                 self.layout,
                 self._parameters,
                 region=memory.gradients,
                 dtype=options.gradient_dtype,
+                device=self.device,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
+                before_write=self._before_gradients_change,
             )
         self._lay_out_state()
 
@@ -395,7 +494,7 @@ class WrappedModel:
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
         )
-        self._pipeline = UpdatePipeline(self._state, self._window, self._kernels)
+        self._updates.use(self._state, self._window, self._kernels)
 
     def _adopt(self) -> None:
         adoption = Adoption(
@@ -419,25 +518,47 @@ class WrappedModel:
             )
 
     def _attach(self, discovered: DiscoveredModel) -> None:
-        assert self._store is not None
-        if self._memory.slots is None:  # a model without parameters
+        if not self.layout.parameter_bytes:  # nothing to stream
             return
         units = [
-            StreamedUnit(unit, index, self._parameters)
+            StreamedUnit(unit, index, self._parameters, device=self.device.torch_device)
             for index, unit in enumerate(self.layout.units)
         ]
         for unit in units:
             for binding in unit.bindings:
                 binding.detach()
+        slots = self._memory.slots if self._device_memory is None else self._device_memory.slots
+        assert slots is not None
         self._residency = Residency(
             units,
-            pool=self._memory.slots,
-            tier=StoredUnits(self.layout, self._store),
+            pool=slots,
+            tier=self._make_tier(),
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
+            device=self.device,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
+
+    def _attach_resident(self, discovered: DiscoveredModel, deferred: DeferredUpdates) -> None:
+        assert self._state.parameters is not None
+        resident = ResidentUnits(self.layout, self._parameters, self._state.parameters, deferred)
+        self._updates.resident = resident
+        self._streamed = StreamedModel(self.model, discovered, resident)
+        self._streamed.open()
+
+    def _make_tier(self) -> ParameterTier:
+        if self._state.parameters is not None:
+            host = HostUnits(self.layout, self._state.parameters, self.device)
+            return self._updates.gate(self.layout, host) or host
+        assert self._store is not None
+        plain = StoredUnits(self.layout, self._store)
+        stored = self._updates.gate(self.layout, plain) or plain
+        if self.device.is_unified:
+            return stored
+        assert self._memory.slots is not None
+        self._staged = StagedUnits(stored, self._memory.slots, self.device)
+        return self._staged
 
     def _trainable(self) -> list[ParameterFacts]:
         return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
@@ -447,20 +568,9 @@ class WrappedModel:
 
     # Steps of updating and committing.
 
-    def _run_pipeline(self, updates: Mapping[str, ParameterUpdate]) -> None:
-        records = self.layout.records
-        step = self.completed_steps + 1
-        sequence = self._order.sequence(len(records), step)
-        if updates:
-            capacity = self.plan.num_cached
-            kept = {records[i].name for i in self._order.kept(len(records), capacity, step)}
-        else:  # edits alone move nothing in or out of the cache
-            kept = set(self._window.cached)
-        try:
-            self._pipeline.run([records[index] for index in sequence], updates, kept=kept)
-        except BaseException as error:
-            self._failure = error
-            raise
+    def _before_gradients_change(self) -> None:
+        if self._updates.finish_before_gradients():
+            self._moved_by_steps = self.moved()
 
     def _leave_slots(self) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""
@@ -495,6 +605,8 @@ class WrappedModel:
     def _give_slots_back(self) -> None:
         assert self._residency is not None
         self._residency.evict_unheld()
+        if self._staged is not None:
+            self._staged.drain()
         gc.collect()
 
     def _settle_edits(self) -> None:
@@ -506,7 +618,7 @@ class WrappedModel:
             self._leave_slots()
             self._note_versions()
         if self._state.edited:
-            self._run_pipeline({})
+            self._updates.run({}, step=self.completed_steps + 1)
 
     def _on_edit(self, unit: StreamedUnit, names: list[str]) -> None:
         del unit
@@ -535,41 +647,12 @@ class WrappedModel:
     def _note_versions(self) -> None:
         self._seen_versions = {name: p._version for name, p in self._parameters.items()}
 
-    def _write_dirty(self) -> None:
-        """Writes resident records and parameters that differ from the store's."""
-        assert self._store is not None
-        dirty, state = self._state.dirty, self._state
-        tickets = []
-        if state.records is not None:
-            for record in self.layout.records:
-                if state_key(record) in dirty:
-                    memory = memory_of(state.records[record.name])
-                    ticket = self._store.write(
-                        state_key(record), memory, num_bytes=record.num_bytes
-                    )
-                    tickets.append(ticket)
-        for record in self.layout.records:
-            cached = self._window.cached_state(record)
-            if cached is not None and state_key(record) in dirty:
-                ticket = self._store.write(state_key(record), cached, num_bytes=record.num_bytes)
-                tickets.append(ticket)
-        if state.parameters is not None:
-            for name, subgroups in self.layout.subgroups.items():
-                memory = memory_of(state.parameters[name])
-                for s in subgroups:
-                    if parameter_key(s) in dirty:
-                        part = memory[s.offset_bytes : s.offset_bytes + s.padded_parameter_bytes]
-                        ticket = self._store.write(
-                            parameter_key(s), part, num_bytes=s.parameter_bytes
-                        )
-                        tickets.append(ticket)
-        for ticket in tickets:
-            ticket.wait()
-        dirty.clear()
+    def _require_room_for_step(self) -> None:
+        if self._store is not None:
+            commits = self._store.durability == "commit"
+            groups = written_until_commit(self._state, commits=commits)
+            self._require_room(groups, what=f"make step {self.completed_steps + 1}")
 
-    def _require_whole(self, action: str) -> None:
-        if self._failure is not None:
-            raise StoreError(
-                f"cannot {action}: an update failed ({self._failure}) and left the state between "
-                "two steps; close the session and resume from the last commit"
-            ) from self._failure
+    def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
+        assert self._store is not None
+        self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)

@@ -15,11 +15,12 @@ SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 @pytest.mark.slow
 def test_killed_runs_show_the_reference_again(tmp_path):
     overrides = ["train.steps=15", "data.source=files", f'data.files=["{argparse.__file__}"]']
-    torture = Torture(tmp_path, config=SMALL, overrides=overrides, seed=1)
-    torture.run(2)
+    with Torture(tmp_path, config=SMALL, overrides=overrides, seed=1) as torture:
+        torture.run(2)
 
-    again = Torture(tmp_path, config=SMALL, overrides=overrides, seed=2)
-    again.run(4)
+    with Torture(tmp_path, config=SMALL, overrides=overrides, seed=2) as again:
+        again.run(4)
 
     assert again.campaign.kills == 4
     assert again.campaign.inside_a_commit >= 1
+    assert again.campaign.steps_compared >= 15

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.errors import BudgetError
 from offload.layout import UnitFacts, build_layout
-from offload.memory import Arena, Budget, SlotPool
+from offload.memory import Arena, Budget, SlotPool, memory_of
 from offload.streaming.discovery import discover_units
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
@@ -39,14 +39,17 @@ class FakeTier:
         self.events = events
         self.stored = {}
 
+    def can_prefetch(self):
+        return True
+
     def start_read(self, unit, into, *, is_prefetch):
         self.events.append(f"{'prefetch' if is_prefetch else 'fetch'} {unit.name}")
-        into[:] = self.stored[unit.name]
+        memory_of(into)[:] = self.stored[unit.name]
         return [Done()]
 
     def write(self, unit, source):
         self.events.append(f"write {unit.name}")
-        self.stored[unit.name] = bytes(source)
+        self.stored[unit.name] = bytes(memory_of(source))
 
 
 class Chain(nn.Module):

@@ -1,4 +1,5 @@
 import argparse
+import zlib
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,31 @@ def train(monkeypatch):
     """Returns `run_training` without the probe, which takes seconds and changes no bit."""
     monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
     return run_training
+
+
+ONE_IN = 5
+"""Of the tests that open a session, one in so many runs on the emulated device by default too; the
+others do with `slow`."""
+
+
+def pytest_generate_tests(metafunc):
+    """Runs every test that opens a session on `cpu` and on `emulated`, unless it is `unified`."""
+    module = metafunc.module
+    opens = hasattr(module, "open_session") and module.__name__.rpartition(".")[2] != "test_devices"
+    if opens and metafunc.definition.get_closest_marker("unified") is None:
+        metafunc.parametrize("device", ["cpu", "emulated"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """The device of the test's sessions."""
+    kind = getattr(request, "param", "cpu")
+    monkeypatch.setattr("parity.sessions.DEVICE", kind)
+    return kind
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("device") == "emulated" and zlib.crc32(item.name.encode()) % ONE_IN:
+            item.add_marker(pytest.mark.slow)

@@ -64,6 +64,7 @@ def test_a_resume_goes_on_with_the_buffers_of_the_commit(tmp_path, placement):
         assert train(session, model, optimizer, range(3, 6)) == expected
 
 
+@pytest.mark.unified
 def test_the_smallest_budget_covers_units_that_enclosing_calls_hold(tmp_path):
     with open_session(tmp_path) as session:
         session.wrap(make_nested())
@@ -91,6 +92,7 @@ def test_gradients_from_before_wrapping_count(tmp_path):
             assert same_bits(p.grad, q.grad.clone()), name
 
 
+@pytest.mark.unified
 @pytest.mark.parametrize("placement", [("host", "host"), ("host", "storage")], ids="-".join)
 def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement):
     with open_session(tmp_path, placement) as session:

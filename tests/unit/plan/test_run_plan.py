@@ -4,7 +4,7 @@ from offload.errors import PlanError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.host import plan_host
 from offload.plan.run_plan import RunPlan
-from offload.plan.storage import StoragePlan, store_bytes
+from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, step_traffic
 from offload.sizes import MIB
 
@@ -26,7 +26,7 @@ def make_plan(*, budget_bytes=10**9, free_bytes=10**9, capacity_bytes=None):
             LAYOUT, budget_bytes=budget_bytes, parameters="storage", optimizer="storage"
         ),
         storage=StoragePlan(
-            planned_bytes=store_bytes(LAYOUT, block_bytes=MIB, durability="commit", window_bytes=0),
+            space=store_space(LAYOUT, block_bytes=MIB, durability="commit", num_buffers=0),
             free_bytes=free_bytes,
             capacity_bytes=capacity_bytes,
         ),
@@ -44,9 +44,37 @@ def test_a_store_holds_two_versions_of_state_and_parameters_in_whole_blocks():
     needed = 3 * 2 * (8 + 2) * MIB
 
     for durability, versions in (("commit", 2), ("none", 1)):
-        found = store_bytes(LAYOUT, block_bytes=MIB, durability=durability, window_bytes=5 * MIB)
-        # 8 MiB are for manifests.
-        assert found == versions * needed + (5 + 8) * MIB
+        found = store_space(LAYOUT, block_bytes=MIB, durability=durability, num_buffers=2)
+        # 8 MiB are for manifests, and two records have one version more while they are written.
+        assert found.total_bytes == versions * needed + (2 * (8 + 2) + 8) * MIB
+
+
+def test_each_checkpoint_keeps_a_version_more_and_frozen_parameters_one_in_all():
+    frozen = ParameterFacts(name="q", shape=(MIB,), dtype="bfloat16", is_trainable=False)
+    layout = build_layout([*UNITS, UnitFacts(name="last", parameters=(frozen,))], codec="split")
+    version = store_space(LAYOUT, block_bytes=MIB, durability="none", num_buffers=0).version_bytes
+
+    space = store_space(
+        layout, block_bytes=MIB, durability="commit", num_buffers=0, num_checkpoints=3
+    )
+
+    assert space.frozen_bytes == 2 * MIB
+    assert space.total_bytes == (2 + 3) * space.version_bytes + (2 + 8) * MIB
+    assert abs(space.version_bytes - version) <= 6 * MIB  # cut into other records
+
+
+def test_paths_on_one_device_share_its_free_bytes_and_a_margin_stays_free():
+    def path(device, free, capacity=None, taken=0):
+        return StoragePath(
+            device=device, total_bytes=10_000, free_bytes=free, taken_bytes=taken,
+            capacity_bytes=capacity,
+        )  # fmt: skip
+
+    assert usable_bytes([path(1, 1000), path(1, 1000)]) == 900
+    assert usable_bytes([path(1, 1000), path(2, 500)]) == 900 + 400
+    assert usable_bytes([path(1, 1000, taken=300), path(1, 1000, taken=50)]) == 900 + 350
+    assert usable_bytes([path(1, 1000, capacity=200), path(1, 1000, capacity=100)]) == 300
+    assert usable_bytes([path(1, 50)]) == 0
 
 
 def test_a_budget_below_the_smallest_names_the_smallest_and_that_one_fits():

@@ -1,0 +1,118 @@
+"""What the engine asks of a device, whatever it is.
+
+[Note: what makes a copy visible]
+A copy to the device is asynchronous. What fills a slot is ordered in three steps: the copy starts
+only after the last use of the slot's former bytes, computing starts only after the copy, which
+`Copy.wait` sees to, and the host memory that it reads is reused only after `Copy.synchronize`, or
+once `Copy.done`. `wait` need not block: on CUDA it makes the current stream wait for an event.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from offload.memory import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """The memory of a device, as it says itself."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class Copy(Protocol):
+    """A copy between host and device in flight.
+
+    Ownership: Both ends belong to the copy until it is done.
+    """
+
+    def wait(self) -> None:
+        """Orders what this thread computes on the device from now on after the copy."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until the bytes have arrived."""
+        ...
+
+    def done(self) -> bool:
+        """Returns whether the bytes have arrived."""
+        ...
+
+
+class Device(ABC):
+    """Where a model computes, with an arena for what it computes with.
+
+    Concurrency: `copy_in` and `copy_out` may be called from any thread; storages that give slots
+        back may die in any thread.
+    """
+
+    kind: ClassVar[str]
+    """As in `tiers.device.kind`."""
+    is_unified: ClassVar[bool] = False
+    """Whether host arenas are device arenas, so that nothing is copied."""
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device:
+        """The torch device of the model's tensors."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Takes streams or threads; may be called again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for copies in flight and gives back what `open` took; may be called again."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Region:
+        """Returns device memory of exactly `num_bytes`, cut like a sequence of bytes.
+
+        Raises:
+            BudgetError: The device has not so much memory.
+        """
+
+    @abstractmethod
+    def tensor_over(
+        self, region: Region, *, on_death: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """Returns a uint8 tensor over device memory, in a storage of its own.
+
+        `on_death` is called when the last tensor of that storage is gone; see [Note: a slot
+        belongs to a storage object] in `offload.memory.storages`.
+        """
+
+    def register_host(self, memory: memoryview) -> None:
+        """Makes host memory fit for asynchronous copies.
+
+        Raises:
+            BudgetError: It can't be locked; nothing of it is.
+        """
+        del memory
+
+    def unregister_host(self, memory: memoryview) -> None:
+        """Ends what `register_host` did."""
+        del memory
+
+    @abstractmethod
+    def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
+        """Starts copying host bytes into `into`, uint8 and as long as `source`.
+
+        It begins after the last use of the slot under `into`.
+        """
+
+    @abstractmethod
+    def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        """Starts copying a device tensor into a host tensor of its shape and dtype.
+
+        It begins after what this thread has computed so far.
+        """
+
+    @abstractmethod
+    def memory_facts(self) -> MemoryFacts:
+        """Returns the device's memory and how much of it is free."""

@@ -1,0 +1,71 @@
+"""How the budget of a device with memory of its own is cut: slots for units."""
+
+from dataclasses import dataclass
+
+from offload.errors import PlanError
+from offload.layout import ModelLayout
+from offload.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Bytes of the device arena. What a model computes with besides parameters is outside it."""
+
+    budget_bytes: int | None
+    """None: as much as the plan takes."""
+    slot_bytes: int
+    num_slots: int
+    smallest_bytes: int
+    """The smallest budget with which this model runs: one co-resident set."""
+
+    @property
+    def planned_bytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+    @property
+    def fits(self) -> bool:
+        return self.budget_bytes is None or self.smallest_bytes <= self.budget_bytes
+
+    def require_fit(self) -> None:
+        """Raises PlanError if the budget is below the smallest."""
+        if not self.fits:
+            assert self.budget_bytes is not None
+            raise PlanError(
+                f"the model does not fit `tiers.device.memory`: expected at least "
+                f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: "
+                f"{self.smallest_bytes // self.slot_bytes} slots of the largest unit), found "
+                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
+                f'`tiers.device.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
+            )
+
+
+def plan_device(
+    layout: ModelLayout,
+    *,
+    budget_bytes: int | None,
+    co_resident_units: int = 1,
+    prefetch_distance: int = 2,
+    holds_all: bool = False,
+) -> DevicePlan:
+    """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
+
+    Args:
+        budget_bytes: None: one co-resident set, and a slot for each unit fetched ahead.
+        co_resident_units: Most units that one call needs at once.
+        prefetch_distance: Units fetched ahead.
+        holds_all: A slot for every unit, whatever the budget.
+    """
+    slot_bytes = max((unit.num_bytes for unit in layout.units), default=0)
+    most = len(layout.units)
+    if not slot_bytes or holds_all:
+        num_slots = most if slot_bytes else 0
+    elif budget_bytes is None:
+        num_slots = min(most, co_resident_units + prefetch_distance)
+    else:
+        num_slots = max(min(most, budget_bytes // slot_bytes), co_resident_units)
+    return DevicePlan(
+        budget_bytes=None if holds_all else budget_bytes,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+        smallest_bytes=0 if holds_all else slot_bytes * min(co_resident_units, most),
+    )

@@ -1,0 +1,301 @@
+"""Simulates the runs of a scenario, with rates fitted on one of them where it says so."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.config.scenario import Scenario, ScenarioMachine, ScenarioPath, ScenarioRun
+from offload.errors import PlanError
+from offload.plan.machine import Machine, PathRates
+from offload.plan.scenario_bound import least_step_s
+from offload.plan.simulation import SimulatedMachine, SimulatedStep, simulate
+from offload.plan.systems import SystemRun, system_run
+from offload.plan.wear import wear
+
+_FIT_ROUNDS = 4
+"""Times are in proportion to rates but for ramps and kernels: each round leaves far less."""
+_FIT_ERROR = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What one run would do. Nothing of it was measured."""
+
+    run: ScenarioRun
+    machine: Machine
+    system: SystemRun | None
+    """None where it does not fit."""
+    step: SimulatedStep | None
+    bound_s: float | None
+    tokens_to_hide_io: int | None
+    reasons: tuple[str, ...]
+    like_step_s: float | None = None
+    """Of the run that it is compared with."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    @property
+    def error(self) -> float | None:
+        """The predicted update over the published one, less 1."""
+        published = self.run.published_update_s
+        if self.step is None or published is None:
+            return None
+        return self.step.update_s / published - 1
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times faster a step is than that of the run it is compared with."""
+        if self.step is None or self.like_step_s is None:
+            return None
+        return self.like_step_s / self.step.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys of `offload plan`, and what belongs to a scenario."""
+        host = self.system.host if self.system else None
+        return {
+            "name": self.run.name,
+            "system": self.run.system,
+            "nodes": self.run.nodes,
+            "parameters": round(self.run.parameters),
+            "is_simulated": True,
+            "fits": self.fits,
+            "reasons": list(self.reasons),
+            "smallest": {
+                "host_memory": host.smallest_bytes if host else None,
+                "device_memory": None,
+                "storage": _stored_bytes(self.system),
+            },
+            "tiers": {
+                "device": {"budget_bytes": None, "planned_bytes": None},
+                "host": {
+                    "budget_bytes": host.budget_bytes if host else None,
+                    "planned_bytes": host.planned_bytes if host else None,
+                },
+                "storage": {"budget_bytes": None, "planned_bytes": _stored_bytes(self.system)},
+            },
+            "policy": self.system.policy if self.system else {},
+            "cached_bytes": self.system.cached_bytes if self.system else None,
+            "predicted": self._predicted(),
+            "path_bytes": self._path_bytes(),
+            "published_update_s": self.run.published_update_s,
+            "relative_error": self.error,
+            "like": self.run.like,
+            "speed_up": self.speed_up,
+            "machine": self.machine.to_json(),
+        }
+
+    def _path_bytes(self) -> dict[str, int] | None:
+        if self.step is None:
+            return None
+        names = [path.path for path in self.machine.paths]
+        return dict(zip(names, self.step.path_bytes, strict=True))
+
+    def _predicted(self) -> dict[str, float | int | None]:
+        step = self.step
+        per_day = None
+        if step is not None:
+            worn = wear(bytes_per_step=step.write_bytes, step_s=step.step_s, endurance_bytes=None)
+            per_day = worn.bytes_per_day
+        return {
+            "step_s": step.step_s if step else None,
+            "forward_s": step.forward_s if step else None,
+            "backward_s": step.backward_s if step else None,
+            "update_s": step.update_s if step else None,
+            "exposed_io_s": step.exposed_io_s if step else None,
+            "bound_s": self.bound_s,
+            "read_bytes_per_step": step.read_bytes if step else None,
+            "write_bytes_per_step": step.write_bytes if step else None,
+            "rss_peak_bytes": self.system.host.planned_bytes if self.system else None,
+            "written_bytes_per_day": per_day,
+            "tokens_to_hide_io": self.tokens_to_hide_io,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioReport:
+    """All runs of a scenario."""
+
+    scenario: Scenario
+    scale: float | None
+    """By which the fit changed the rates; None without one."""
+    runs: tuple[SimulatedRun, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(run.fits for run in self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys of the first run, and all runs."""
+        runs = [run.to_json() for run in self.runs]
+        fit = self.scenario.fit
+        return {
+            **runs[0],
+            "title": self.scenario.title,
+            "source": self.scenario.source,
+            "fit": None if fit is None else {"run": fit.run, "scale": self.scale},
+            "runs": runs,
+        }
+
+
+def simulate_scenario(scenario: Scenario) -> ScenarioReport:
+    """Returns what every run of `scenario` would do."""
+    scale = _fitted_scale(scenario)
+    machine = _scaled(scenario, scale or 1.0)
+    found: dict[str, SimulatedRun] = {}
+    for run in sorted(scenario.runs, key=lambda run: run.like is not None):
+        found[run.name] = _simulated(run, machine, found)
+    return ScenarioReport(
+        scenario=scenario, scale=scale, runs=tuple(found[run.name] for run in scenario.runs)
+    )
+
+
+def _fitted_scale(scenario: Scenario) -> float | None:
+    fit = scenario.fit
+    if fit is None:
+        return None
+    run = next(run for run in scenario.runs if run.name == fit.run)
+    scale = 1.0
+    for _ in range(_FIT_ROUNDS):
+        step = _simulated(run, _scaled(scenario, scale), {}).step
+        if step is None:
+            raise PlanError(
+                f"cannot fit rates on run `{run.name}`: it does not fit; raise its budget"
+            )
+        found = step.update_s / fit.update_s
+        scale *= found
+        if abs(found - 1) < _FIT_ERROR:
+            break
+    return scale
+
+
+def _scaled(scenario: Scenario, scale: float) -> ScenarioMachine:
+    fitted = scenario.fit.paths if scenario.fit else ()
+    return scenario.machine.model_copy(
+        update={
+            "paths": tuple(
+                _scaled_path(path, scale) if path.name in fitted else path
+                for path in scenario.machine.paths
+            )
+        }
+    )
+
+
+def _scaled_path(path: ScenarioPath, scale: float) -> ScenarioPath:
+    keys = (
+        "read_bytes_per_s",
+        "write_bytes_per_s",
+        "shared_read_bytes_per_s",
+        "shared_write_bytes_per_s",
+    )
+    rates = {key: getattr(path, key) for key in keys}
+    return path.model_copy(update={key: rate * scale for key, rate in rates.items() if rate})
+
+
+def _simulated(
+    run: ScenarioRun, machine: ScenarioMachine, known: dict[str, SimulatedRun]
+) -> SimulatedRun:
+    if run.gpus is not None:
+        machine = machine.model_copy(update={"gpus": run.gpus})
+    rates = node_rates(machine, run)
+    like = known[run.like].step if run.like in known else None
+    try:
+        system = system_run(run, machine)
+    except PlanError as error:
+        return SimulatedRun(
+            run=run,
+            machine=rates,
+            system=None,
+            step=None,
+            bound_s=None,
+            tokens_to_hide_io=None,
+            reasons=(str(error),),
+        )
+    link = machine.link_bytes_per_s
+    simulated = SimulatedMachine(
+        rates=rates,
+        link_bytes_per_s=link * machine.gpus if link and machine.gpus else None,
+        shares_cores=machine.gpus == 0,
+    )
+    step = simulate(system.work, simulated, system.make_policy())
+    return SimulatedRun(
+        run=run,
+        machine=rates,
+        system=system,
+        step=step,
+        bound_s=least_step_s(system, rates, step),
+        tokens_to_hide_io=_tokens_to_hide_io(run, system, rates, step),
+        reasons=tuple(_reasons(machine, run, system)),
+        like_step_s=like.step_s if like else None,
+    )
+
+
+def node_rates(machine: ScenarioMachine, run: ScenarioRun) -> Machine:
+    """Returns what one of the run's nodes gets: of what is shared, an equal part.
+
+    All nodes do the same at the same time, so that equal parts are what they get.
+    """
+    names = run.paths or tuple(path.name for path in machine.paths)
+    return Machine(
+        paths=tuple(
+            _path_rates(next(p for p in machine.paths if p.name == name), run.nodes)
+            for name in names
+        ),
+        copy_bytes_per_s=machine.copy_bytes_per_s,
+        update_parameters_per_s=machine.update_parameters_per_s,
+    )
+
+
+def _path_rates(path: ScenarioPath, nodes: int) -> PathRates:
+    read = _part(path.read_bytes_per_s, path.shared_read_bytes_per_s, nodes)
+    write = _part(path.write_bytes_per_s, path.shared_write_bytes_per_s, nodes)
+    half, full = 1 / (1 / read + 1 / write), min(read, write)
+    return PathRates(
+        path=path.name,
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        mixed_bytes_per_s=half + path.duplex * (full - half),
+    )
+
+
+def _part(own: float, shared: float | None, nodes: int) -> float:
+    return own if shared is None else min(own, shared / nodes)
+
+
+def _reasons(machine: ScenarioMachine, run: ScenarioRun, system: SystemRun) -> Sequence[str]:
+    found = []
+    planned = system.host.planned_bytes
+    if machine.host_memory is not None and planned > machine.host_memory:
+        found.append(
+            f"run `{run.name}` does not fit a node's memory: expected {planned} bytes or more, "
+            f"found {machine.host_memory}; lower its cache or raise `machine.host_memory`"
+        )
+    on_device = run.policy.parameters == "device" and run.system == "engine"
+    needed = 2 * round(run.parameters) // max(machine.gpus, 1)
+    if on_device and machine.device_memory is not None and needed > machine.device_memory:
+        found.append(
+            f"run `{run.name}` does not fit the devices: expected {needed} bytes of parameters "
+            f"on each, found {machine.device_memory}; set `policy.parameters` to `host`"
+        )
+    return found
+
+
+def _stored_bytes(system: SystemRun | None) -> int | None:
+    """Two versions of what is on storage: a committed one and the current one."""
+    if system is None:
+        return None
+    records = system.work.records
+    pieces = sum(piece.num_bytes for record in records for piece in record.pieces)
+    return 2 * (sum(record.state_bytes + record.spilled_bytes for record in records) + pieces)
+
+
+def _tokens_to_hide_io(
+    run: ScenarioRun, system: SystemRun, rates: Machine, step: SimulatedStep
+) -> int | None:
+    """Tokens of a node in a step whose passes take as long as all transfers of the step."""
+    passes_s = run.micro_steps * sum(u.forward_s + u.backward_s for u in system.work.units)
+    if not passes_s or not run.tokens:
+        return None
+    transfer_s = rates.transfer_s(read_bytes=step.read_bytes, write_bytes=step.write_bytes)
+    return round(run.tokens * run.micro_steps * transfer_s / passes_s)

@@ -1,0 +1,172 @@
+"""Forward and backward passes in simulated time: fetches ahead of use, links, compute."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offload.plan.events import EventClock, Process, Server, Ticket
+from offload.plan.simulated_path import Urgency
+from offload.plan.simulated_store import SimulatedStore
+from offload.plan.simulated_update import piece_key, spill_key
+from offload.plan.work import StepWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One use of a unit in a step."""
+
+    unit: int
+    micro_step: int
+    is_backward: bool
+
+
+def uses_of(work: StepWork) -> list[Use]:
+    """Returns the uses of a step's units in order."""
+    units = range(len(work.units))
+    return [
+        Use(unit=unit, micro_step=micro_step, is_backward=is_backward)
+        for micro_step in range(work.micro_steps)
+        for is_backward in (False, True)
+        for unit in (reversed(units) if is_backward else units)
+    ]
+
+
+class Link:
+    """Copies between host and device, each direction by itself."""
+
+    def __init__(self, clock: EventClock, bytes_per_s: float | None) -> None:
+        self._up = Server(clock)
+        self._down = Server(clock)
+        self._bytes_per_s = bytes_per_s
+
+    def up(self, num_bytes: int) -> Ticket:
+        """Starts copying to the device; at once done where there is no link."""
+        return self._copy(self._up, num_bytes)
+
+    def down(self, num_bytes: int) -> Ticket:
+        """Starts copying from the device."""
+        return self._copy(self._down, num_bytes)
+
+    def _copy(self, server: Server, num_bytes: int) -> Ticket:
+        return server.serve(num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0)
+
+
+class SimulatedPasses:
+    """Runs the uses of a step's units: fetch, copy to the device, compute, gradients back."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        store: SimulatedStore,
+        work: StepWork,
+        *,
+        num_slots: int,
+        prefetch_distance: int,
+        compute: Server,
+        link: Link,
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            clock: Of the simulation.
+            store: Where parameters lie.
+            work: The units.
+            num_slots: Units in memory at one time; at least 1.
+            prefetch_distance: How far ahead of its use a unit is fetched.
+            compute: Runs the passes.
+            link: To the device.
+        """
+        self._clock = clock
+        self._store = store
+        self._work = work
+        self._num_slots = max(num_slots, 1)
+        self._distance = prefetch_distance
+        self._compute = compute
+        self._link = link
+        self._keys: list[list[str]] = [[] for _ in work.units]
+        for index, record in enumerate(work.records):
+            for piece in record.pieces:
+                if piece.num_bytes:
+                    self._keys[piece.unit].append(piece_key(index, piece))
+        self._last_of: dict[int, list[int]] = {}
+        for index, record in enumerate(work.records):
+            # Backward goes from the last unit to the first: that one completes a record.
+            first_unit = min(piece.unit for piece in record.pieces)
+            self._last_of.setdefault(first_unit, []).append(index)
+        self.io_wait_s = 0.0
+
+    def place(self) -> None:
+        """Says where parameters lie that no update writes."""
+        for number, unit in enumerate(self._work.units):
+            if unit.frozen_bytes:
+                key = f"frozen/{number}"
+                self._store.place(key, unit.frozen_bytes)
+                self._keys[number].append(key)
+
+    def records_completed_by(self, unit: int) -> Sequence[int]:
+        """Returns the records whose gradients are complete after the backward of `unit`."""
+        return self._last_of.get(unit, ())
+
+    def run(
+        self,
+        uses: Sequence[Use],
+        *,
+        first: int,
+        fetched: dict[int, Ticket],
+        may_fetch: Callable[[Use], Ticket],
+        on_backward: Callable[[Use, Ticket], None],
+    ) -> Process:
+        """Runs a stretch of a step's uses.
+
+        Args:
+            uses: All of the step's.
+            first: Where the stretch begins; it ends with the pass that this use belongs to.
+            fetched: Fetches under way, by position; those beyond the stretch stay in it.
+            may_fetch: Gives what the fetch of a use waits for.
+            on_backward: Called after each unit's backward, with the ticket of its gradients'
+                way to the host.
+        """
+        kind = (uses[first].micro_step, uses[first].is_backward)
+        position = first
+        while position < len(uses):
+            use = uses[position]
+            if (use.micro_step, use.is_backward) != kind:
+                return
+            self._fetch(position, uses, fetched, may_fetch, Urgency.NEEDED)
+            ahead = min(self._distance, self._num_slots - 1)
+            for later in range(position + 1, min(position + 1 + ahead, len(uses))):
+                self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
+            asked_s = self._clock.now_s
+            yield fetched.pop(position)
+            self.io_wait_s += self._clock.now_s - asked_s
+            unit = self._work.units[use.unit]
+            yield self._compute.serve(unit.backward_s if use.is_backward else unit.forward_s)
+            if use.is_backward:
+                on_backward(use, self._link.down(unit.gradient_link_bytes))
+            position += 1
+
+    def spill(self, index: int) -> list[Ticket]:
+        """Starts writing the gradients of a record."""
+        num_bytes = self._work.records[index].spilled_bytes
+        return self._store.write(spill_key(index), num_bytes) if num_bytes else []
+
+    def read_spilled(self, index: int) -> list[Ticket]:
+        """Starts reading the gradients of a record back, to add to them."""
+        has_spilled = bool(self._work.records[index].spilled_bytes)
+        return self._store.read(spill_key(index)) if has_spilled else []
+
+    def _fetch(
+        self,
+        position: int,
+        uses: Sequence[Use],
+        fetched: dict[int, Ticket],
+        may_fetch: Callable[[Use], Ticket],
+        urgency: Urgency,
+    ) -> None:
+        if position not in fetched:
+            use = uses[position]
+            fetched[position] = self._clock.spawn(self._bring(use, may_fetch(use), urgency))
+
+    def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
+        yield allowed
+        yield [t for key in self._keys[use.unit] for t in self._store.read(key, urgency)]
+        yield self._link.up(self._work.units[use.unit].link_bytes)

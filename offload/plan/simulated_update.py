@@ -1,0 +1,218 @@
+"""The update phase in simulated time: the window, the cache and the order of the engine."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from offload.plan.events import EventClock, Process, Server, Ticket, all_of
+from offload.plan.simulated_store import SimulatedStore
+from offload.plan.work import Piece, RecordWork, StepWork
+from offload.policy import Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSize:
+    """Places for records in host memory."""
+
+    num_buffers: int
+    num_cached: int = 0
+    """Records whose state stays from one step to the next."""
+    max_in_flight: int | None = None
+    """Records read, and written, at one time; None: as many as there are buffers."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _InFlight:
+    index: int
+    is_hit: bool
+    """Its state was in memory."""
+    holds_state: bool
+    holds_parameters: bool
+    moved: Ticket = field(default_factory=Ticket)
+    """Done when its bytes are there, and anew when they are written."""
+
+
+class SimulatedUpdate:
+    """Updates records in a policy's order: reading, computing and writing at the same time.
+
+    What is cached lasts from step to step.
+    """
+
+    def __init__(
+        self,
+        clock: EventClock,
+        store: SimulatedStore,
+        work: StepWork,
+        *,
+        window: WindowSize,
+        order: Order,
+        kernels: Server,
+        kernel_s: Callable[[RecordWork, int], float],
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            clock: Of the simulation.
+            store: Where state and parameters lie.
+            work: What is updated.
+            window: Room for records.
+            order: The policy.
+            kernels: Runs the fused pass.
+            kernel_s: Time of the pass over a record of which so many bytes are moved.
+        """
+        self._clock = clock
+        self._store = store
+        self._records = work.records
+        self._window = window
+        self._order = order
+        self._kernels = kernels
+        self._kernel_s = kernel_s
+        self._cached: set[int] = set()
+        self._free_states = window.num_buffers + window.num_cached
+        self._free_parameters = window.num_buffers
+        self._num_reading = 0
+        self._num_writing = 0
+        self.io_wait_s = 0.0
+
+    def place(self) -> None:
+        """Says where everything lies before the first step."""
+        for index, record in enumerate(self._records):
+            if record.state_bytes:
+                self._store.place(_state_key(index), record.state_bytes)
+            for piece in record.pieces:
+                if piece.num_bytes:
+                    self._store.place(piece_key(index, piece), piece.num_bytes)
+
+    def run(
+        self,
+        step: int,
+        *,
+        ready: Callable[[int], Ticket],
+        on_updated: Callable[[int], None],
+        sequence: Sequence[int] | None = None,
+    ) -> Process:
+        """Updates every record once.
+
+        Args:
+            step: From 1; what the order depends on.
+            ready: Gives what the pass over a record waits for, beside its bytes.
+            on_updated: Called with a record when its pass is over.
+            sequence: Instead of the order's, where a pass of the model sets it.
+        """
+        count = len(self._records)
+        kept = self._order.kept(count, self._window.num_cached, step)
+        waiting = deque(self._order.sequence(count, step) if sequence is None else sequence)
+        reading: deque[_InFlight] = deque()
+        writing: deque[_InFlight] = deque()
+        while waiting or reading or writing:
+            while writing and writing[0].moved.is_done:
+                writing.popleft()
+            self._read_ahead(waiting, reading)
+            if not reading:
+                if not writing and waiting:
+                    raise ValueError("expected a window of at least one buffer, found none")
+                yield [current.moved for current in list(writing)[:1]]
+                continue
+            current = reading[0]
+            yield ready(current.index)
+            asked_s = self._clock.now_s
+            yield current.moved
+            self.io_wait_s += self._clock.now_s - asked_s
+            yield self._kernels.serve(self._pass_s(current))
+            reading.popleft()
+            on_updated(current.index)
+            while self._is_full(self._num_writing):
+                yield writing.popleft().moved
+            self._start_write(current, is_kept=current.index in kept)
+            writing.append(current)
+
+    def _is_full(self, num_records: int) -> bool:
+        most = self._window.max_in_flight
+        return most is not None and num_records >= most
+
+    def _pass_s(self, current: _InFlight) -> float:
+        record = self._records[current.index]
+        moved = 0 if current.is_hit else 2 * record.state_bytes
+        moved += sum(piece.num_bytes * (1 + piece.is_read) for piece in record.pieces)
+        return self._kernel_s(record, moved + record.spilled_bytes)
+
+    def _read_ahead(self, waiting: deque[int], reading: deque[_InFlight]) -> None:
+        """Starts reading the next records while there is room for them."""
+        while waiting and not self._is_full(self._num_reading):
+            current = self._try_lease(waiting[0])
+            if current is None:
+                return
+            if reading and not current.holds_state and not current.holds_parameters:
+                return  # all is resident: there is nothing to read ahead
+            waiting.popleft()
+            reading.append(current)
+            self._num_reading += 1
+            current.moved = all_of(self._reads(current))
+            current.moved.on_done(self._on_read)
+
+    def _try_lease(self, index: int) -> _InFlight | None:
+        record = self._records[index]
+        is_hit = index in self._cached
+        takes_state = bool(record.state_bytes) and not is_hit
+        if record.has_parameters and not self._free_parameters:
+            return None
+        if takes_state and not self._free_states:
+            return None
+        self._free_parameters -= record.has_parameters
+        self._free_states -= takes_state
+        self._cached.discard(index)
+        return _InFlight(
+            index=index,
+            is_hit=is_hit,
+            holds_state=takes_state or is_hit,
+            holds_parameters=record.has_parameters,
+        )
+
+    def _reads(self, current: _InFlight) -> list[Ticket]:
+        index, record, store = current.index, self._records[current.index], self._store
+        tickets: list[Ticket] = []
+        if record.state_bytes and not current.is_hit:
+            tickets += store.read(_state_key(index))
+        for piece in record.pieces:
+            if piece.is_read and piece.num_bytes:
+                tickets += store.read(piece_key(index, piece))
+        if record.spilled_bytes:
+            tickets += store.read(spill_key(index))
+        return tickets
+
+    def _start_write(self, current: _InFlight, *, is_kept: bool) -> None:
+        record, index = self._records[current.index], current.index
+        tickets: list[Ticket] = []
+        if is_kept and current.holds_state:
+            self._cached.add(index)
+            current.holds_state = False
+        elif record.state_bytes:
+            tickets += self._store.write(_state_key(index), record.state_bytes)
+        for piece in record.pieces:
+            if piece.num_bytes:
+                tickets += self._store.write(piece_key(index, piece), piece.num_bytes)
+        self._num_writing += 1
+        current.moved = all_of(tickets)
+        current.moved.on_done(lambda: self._on_written(current))
+
+    def _on_read(self) -> None:
+        self._num_reading -= 1
+
+    def _on_written(self, current: _InFlight) -> None:
+        self._num_writing -= 1
+        self._free_states += current.holds_state
+        self._free_parameters += current.holds_parameters
+
+
+def piece_key(index: int, piece: Piece) -> str:
+    """Returns the name under which the parameters of a unit in a record are stored."""
+    return f"parameter/{index}/{piece.unit}"
+
+
+def spill_key(index: int) -> str:
+    """Returns the name under which the spilled gradients of a record are stored."""
+    return f"gradient/{index}"
+
+
+def _state_key(index: int) -> str:
+    return f"state/{index}"

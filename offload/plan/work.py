@@ -1,0 +1,145 @@
+"""What a step of a model consists of, as far as time is concerned: the input of a simulation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.layout import ModelLayout, Record, section_kinds
+from offload.plan.host import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWork:
+    """One unit in one micro-step."""
+
+    forward_s: float
+    backward_s: float
+    frozen_bytes: int = 0
+    """Of its parameters on storage that no update writes."""
+    link_bytes: int = 0
+    """Copied to the device before each use."""
+    gradient_link_bytes: int = 0
+    """Copied from the device after its backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The parameters of one unit within one record."""
+
+    unit: int
+    num_bytes: int
+    """On storage; 0 where parameters are resident."""
+    is_read: bool
+    """Whether the update needs the old values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordWork:
+    """One record in one update."""
+
+    num_parameters: int
+    state_bytes: int
+    """On storage, read and written; 0 where the state is resident."""
+    pieces: tuple[Piece, ...]
+    spilled_bytes: int = 0
+    """Gradients written when its units' backward is over, and read back by the update."""
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether parameters of it live on storage."""
+        return any(piece.num_bytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """All of one step."""
+
+    units: tuple[UnitWork, ...]
+    records: tuple[RecordWork, ...]
+    micro_steps: int = 1
+    other_s: float = 0.0
+    """Between the last backward and the update: loss, norm and clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Of one unit in one micro-step, alone."""
+
+    forward_s: float
+    backward_s: float
+
+
+def work_of(
+    layout: ModelLayout,
+    *,
+    parameters: Placement,
+    optimizer: Placement,
+    passes: Sequence[PassTimes],
+    micro_steps: int = 1,
+    other_s: float = 0.0,
+    copies_to_device: bool = False,
+) -> StepWork:
+    """Returns what the engine does in a step of the model of `layout`.
+
+    Args:
+        layout: Of the model.
+        parameters: Where they live.
+        optimizer: Where its state lives.
+        passes: Of each unit.
+        micro_steps: Forward and backward passes in the step.
+        other_s: Time of what is neither pass nor update.
+        copies_to_device: Whether parameters go over a link before each use.
+    """
+    on_storage = parameters == "storage"
+    units = tuple(
+        UnitWork(
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            frozen_bytes=sum(s.padded_bytes for s in unit.shards if not s.is_trainable)
+            if on_storage
+            else 0,
+            link_bytes=unit.num_bytes if copies_to_device else 0,
+            gradient_link_bytes=sum(s.padded_bytes for s in unit.shards if s.is_trainable)
+            if copies_to_device
+            else 0,
+        )
+        for unit, times in zip(layout.units, passes, strict=True)
+    )
+    number_of = {shard.name: n for n, unit in enumerate(layout.units) for shard in unit.shards}
+    return StepWork(
+        units=units,
+        records=tuple(
+            _record_work(layout, record, number_of, on_storage, optimizer)
+            for record in layout.records
+        ),
+        micro_steps=micro_steps,
+        other_s=other_s,
+    )
+
+
+def _record_work(
+    layout: ModelLayout,
+    record: Record,
+    number_of: dict[str, int],
+    on_storage: bool,
+    optimizer: Placement,
+) -> RecordWork:
+    state_bytes = record.padded_bytes if optimizer == "storage" else 0
+    pieces = []
+    for subgroup in record.subgroups:
+        # A whole master in the state gives the parameter that the update needs.
+        dtype = layout.shards[subgroup.shard].dtype
+        kinds = section_kinds(layout.codec, dtype, layout.rule)
+        has_master = any(kind.name == "master" for kind in kinds) and not subgroup.is_whole
+        num_bytes = subgroup.padded_parameter_bytes if on_storage else 0
+        pieces.append(
+            Piece(
+                unit=number_of[subgroup.shard],
+                num_bytes=num_bytes,
+                is_read=not has_master,
+            )
+        )
+    return RecordWork(
+        num_parameters=sum(subgroup.num_elements for subgroup in record.subgroups),
+        state_bytes=state_bytes,
+        pieces=tuple(pieces),
+    )

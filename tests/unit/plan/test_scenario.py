@@ -1,0 +1,165 @@
+"""Scenarios: the published figures, what does not fit, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload.cli.app import run as run_cli
+from offload.config.scenario import Scenario, load_scenario
+from offload.errors import ConfigError
+from offload.plan.scenario import simulate_scenario
+
+SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
+
+
+def scenario(*runs, machine=None, **keys):
+    drive = {"name": "drive", "read_bytes_per_s": 2e9, "write_bytes_per_s": 1e9}
+    node = {"gpus": 1, "paths": [drive]} | (machine or {})
+    runs = [{"name": f"run {i}", "parameters": 1e8, "layers": 4} | r for i, r in enumerate(runs)]
+    return Scenario.model_validate({"machine": node, "runs": runs, **keys})
+
+
+def test_rates_fitted_on_one_run_predict_another_system():
+    whole = load_scenario(SCENARIOS / "h100_node.toml")
+    names = ("DeepSpeed 44.28 B", "MLP-Offload 44.28 B")
+
+    report = simulate_scenario(
+        whole.model_copy(update={"runs": tuple(r for r in whole.runs if r.name in names)})
+    )
+
+    fitted, other = (run.error for run in report.runs)
+    assert abs(fitted) < 1e-3
+    assert abs(other) < 0.10
+
+
+@pytest.mark.slow
+def test_rates_fitted_on_one_published_run_predict_the_others_within_a_tenth():
+    report = simulate_scenario(load_scenario(SCENARIOS / "h100_node.toml"))
+
+    errors = [run.error for run in report.runs if run.run.published_update_s]
+    assert len(errors) == 7
+    assert max(map(abs, errors)) < 0.10
+    engine = [run for run in report.runs if run.run.system == "engine"]
+    assert len(engine) == 3
+    assert all(run.speed_up > 1.15 for run in engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_scenario_runs_and_fits(file):
+    report = simulate_scenario(load_scenario(file))
+
+    assert report.fits
+    for run in report.runs:
+        assert run.bound_s <= run.step.step_s * (1 + 1e-6)
+        assert run.bound_s > 0.4 * run.step.step_s or run.run.system == "mlp-like"
+
+
+def test_nodes_get_equal_parts_of_what_they_share():
+    shared = {
+        "name": "pfs",
+        "read_bytes_per_s": 2e9,
+        "write_bytes_per_s": 2e9,
+        "duplex": 1,
+        "shared_read_bytes_per_s": 8e9,
+        "shared_write_bytes_per_s": 4e9,
+    }
+    report = simulate_scenario(
+        scenario(
+            {"nodes": 1},
+            {"nodes": 16, "like": "run 0"},
+            machine={"paths": [shared]},
+        )
+    )
+
+    one, many = report.runs
+    assert one.machine.paths[0].mixed_bytes_per_s == 2e9
+    assert many.machine.paths[0].read_bytes_per_s == 5e8
+    assert many.machine.paths[0].write_bytes_per_s == 2.5e8
+    assert many.speed_up == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_baselines_move_what_their_papers_say():
+    report = simulate_scenario(
+        scenario(
+            {"system": "deepspeed-like", "subgroup_parameters": 1e7},
+            {"system": "mlp-like", "subgroup_parameters": 1e6, "cache_fraction": 0.2},
+            machine={
+                "paths": [
+                    {"name": n, "read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9} for n in "ab"
+                ]
+            },
+        )
+    )
+
+    deepspeed, mlp = (run.step for run in report.runs)
+    assert deepspeed.read_bytes == deepspeed.write_bytes == 16 * 100_000_000
+    assert deepspeed.path_bytes[1] == 0
+    assert mlp.read_bytes == pytest.approx(12 * 0.8 * 1e8, rel=0.02)
+    assert mlp.write_bytes == mlp.read_bytes
+    assert mlp.path_bytes[0] == pytest.approx(2 * mlp.path_bytes[1], rel=0.1)
+
+
+def test_a_budget_that_is_too_small_is_a_reason_and_not_an_error(capsys, tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(
+        "[[runs]]\nname = 'small'\nparameters = 1e8\nlayers = 4\nhost_budget = '100MB'\n"
+        "[machine]\n"
+        "[[machine.paths]]\nname = 'a'\nread_bytes_per_s = 1e9\nwrite_bytes_per_s = 1e9\n"
+    )
+
+    code = run_cli(["simulate", str(file), "--json"])
+
+    values = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert not values["fits"]
+    assert "tiers.host.memory" in values["reasons"][0]
+    assert values["predicted"]["step_s"] is None
+
+
+def test_the_command_prints_the_keys_of_a_plan_and_every_run(capsys, tmp_path):
+    file = tmp_path / "two.toml"
+    file.write_text(
+        "[machine]\nflops_per_s = 1e12\n"
+        "[[machine.paths]]\nname = 'a'\nread_bytes_per_s = 1e9\nwrite_bytes_per_s = 1e9\n"
+        "[[runs]]\nname = 'one'\nparameters = 1e8\nlayers = 4\ntokens = 512\n"
+        "policy = { overlap = 'forward', order = 'resident', parameters = 'storage' }\n"
+        "[[runs]]\nname = 'two'\nparameters = 1e8\nlayers = 4\nlike = 'one'\n"
+    )
+
+    code = run_cli(["simulate", str(file), "--json"])
+
+    values = json.loads(capsys.readouterr().out)
+    assert code == 0
+    keys = {"fits", "reasons", "smallest", "tiers", "policy", "predicted", "machine", "runs"}
+    assert keys <= set(values)
+    assert [run["name"] for run in values["runs"]] == ["one", "two"]
+    predicted = values["predicted"]
+    assert None not in predicted.values()
+    # All transfers of a step, at the share of passes in it that these tokens give.
+    assert predicted["tokens_to_hide_io"] > 512
+    assert run_cli(["simulate", str(file)]) == 0
+    assert "against `one`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fit": {"run": "none", "update_s": 1.0, "paths": ["drive"]}}, "a run named `none`"),
+        ({"fit": {"run": "run 0", "update_s": 1.0, "paths": ["tape"]}}, "names `tape`"),
+    ],
+)
+def test_names_that_are_not_there_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        scenario({}, **change)
+
+
+def test_a_wrong_key_names_the_file_and_the_key(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text("[machine]\npaths = []\n[[runs]]\nname = 'a'\nparameters = 1e8\nspeed = 2\n")
+
+    with pytest.raises(ConfigError, match=r"wrong\.toml.*runs\.0\.speed"):
+        load_scenario(file)
+    with pytest.raises(ConfigError, match="cannot read scenario"):
+        load_scenario(tmp_path / "none.toml")

@@ -1,0 +1,171 @@
+"""A simulated step moves the bytes of the formula and takes at least the bound."""
+
+from dataclasses import replace
+
+import pytest
+
+from offload.layout import ParameterFacts, UnitFacts, build_layout
+from offload.plan.bound import ComputeTimes, step_bound
+from offload.plan.machine import Machine, PathRates
+from offload.plan.simulated_update import WindowSize
+from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, simulate
+from offload.plan.traffic import ModelBytes, step_traffic
+from offload.plan.work import PassTimes, work_of
+from offload.policy import resolve_order, resolve_striping
+
+NUM_UNITS = 8
+LAYOUT = build_layout(
+    [
+        UnitFacts(
+            name=f"u{index}",
+            parameters=(ParameterFacts(name=f"p{index}", shape=(4 << 20,), dtype="bfloat16"),),
+        )
+        for index in range(NUM_UNITS)
+    ],
+    codec="split",
+)
+HALF = (1e9, 1e9, 5e8)
+FULL = (4e8, 3e8, 3e8)
+SLOW = (2e8, 2e8, 1e8)
+
+
+def machine(*paths, update=1e9):
+    return Machine(
+        paths=tuple(
+            PathRates(path=str(i), read_bytes_per_s=r, write_bytes_per_s=w, mixed_bytes_per_s=b)
+            for i, (r, w, b) in enumerate(paths)
+        ),
+        copy_bytes_per_s=4e10,
+        update_parameters_per_s=update,
+    )
+
+
+def policy(order="sequential", *, cached=0, striping="adaptive", **options):
+    return SimulatedPolicy(
+        order=resolve_order(order),
+        striping=resolve_striping(striping),
+        window=WindowSize(num_buffers=8, num_cached=cached),
+        num_slots=4,
+        prefetch_distance=2,
+        **options,
+    )
+
+
+def work(parameters="storage", *, forward_s=0.01, micro_steps=1, **options):
+    return work_of(
+        LAYOUT,
+        parameters=parameters,
+        optimizer="storage",
+        passes=[PassTimes(forward_s=forward_s, backward_s=2 * forward_s)] * NUM_UNITS,
+        micro_steps=micro_steps,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("paths", [(HALF,), (FULL, SLOW)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("order", "cached"), [("sequential", 0), ("alternating", 8), ("resident", 8)]
+)
+@pytest.mark.parametrize(("parameters", "micro_steps"), [("host", 1), ("storage", 2)])
+def test_bytes_are_the_formula_and_time_is_little_more_than_the_bound(
+    paths, order, cached, parameters, micro_steps
+):
+    rates = machine(*paths)
+    traffic = step_traffic(
+        ModelBytes.of(LAYOUT),
+        parameters=parameters,
+        optimizer="storage",
+        micro_steps=micro_steps,
+        cached_state_bytes=cached * LAYOUT.records[0].num_bytes,
+    )
+
+    step = simulate(
+        work(parameters, micro_steps=micro_steps),
+        SimulatedMachine(rates=rates),
+        policy(order, cached=cached),
+    )
+
+    passes = ComputeTimes(forward_s=0.08, backward_s=0.16)
+    bound = step_bound(
+        rates,
+        traffic,
+        num_parameters=LAYOUT.trainable_elements,
+        compute=[passes] * micro_steps,
+    )
+    assert (step.read_bytes, step.write_bytes) == (traffic.read_bytes, traffic.write_bytes)
+    assert sum(step.path_bytes) == traffic.read_bytes + traffic.write_bytes
+    assert bound.step_s <= step.step_s * (1 + 1e-9)
+    assert bound.step_s >= 0.85 * step.step_s
+
+
+def test_a_split_that_fits_the_paths_is_faster_than_one_that_does_not():
+    rates = SimulatedMachine(rates=machine(HALF, SLOW))
+
+    steps = {
+        striping: simulate(work("host"), rates, policy(striping=striping)).update_s
+        for striping in ("adaptive", "modulo", "single")
+    }
+
+    assert steps["adaptive"] < steps["single"] < steps["modulo"]
+
+
+def test_an_update_under_the_next_forward_is_hidden_by_compute_elsewhere_and_not_on_its_cores():
+    rates = machine((4e9, 4e9, 2e9), update=2e8)
+    plain, hidden = policy("resident"), policy("resident", updates_in_forward=True)
+
+    def step_s(choice, *, shares_cores):
+        simulated = SimulatedMachine(rates=rates, shares_cores=shares_cores)
+        return simulate(work("host", forward_s=0.05), simulated, choice).step_s
+
+    # Kernels alone take 33.5 M / 200 M/s = 0.168 s, a forward 0.4 s.
+    assert step_s(hidden, shares_cores=False) < step_s(plain, shares_cores=False) - 0.14
+    assert step_s(hidden, shares_cores=True) == pytest.approx(
+        step_s(plain, shares_cores=True), rel=0.02
+    )
+
+
+def test_an_update_under_backward_ends_sooner_than_one_after_it():
+    simulated = SimulatedMachine(rates=machine(HALF), shares_cores=False)
+
+    after = simulate(work("host", forward_s=0.03), simulated, policy("resident"))
+    under = simulate(
+        work("host", forward_s=0.03), simulated, policy("resident", updates_in_backward=True)
+    )
+
+    assert under.update_s < 0.6 * after.update_s
+    assert under.step_s < after.step_s
+    assert under.write_bytes == after.write_bytes
+
+
+def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back():
+    spilled = work("host", micro_steps=2)
+    spilled = replace(
+        spilled,
+        records=tuple(replace(record, spilled_bytes=1 << 20) for record in spilled.records),
+    )
+    simulated = SimulatedMachine(rates=machine(HALF))
+
+    step = simulate(spilled, simulated, policy())
+    plain = simulate(work("host", micro_steps=2), simulated, policy())
+
+    extra = len(spilled.records) << 20
+    assert step.write_bytes - plain.write_bytes == 2 * extra
+    assert step.read_bytes - plain.read_bytes == 2 * extra  # once to add to, once to update
+
+
+def test_parameters_cross_the_link_before_each_use():
+    slow = SimulatedMachine(rates=machine(HALF), link_bytes_per_s=1e8, shares_cores=False)
+
+    step = simulate(work("host", copies_to_device=True), slow, policy())
+
+    # 67 MB up in forward and in backward at 100 MB/s; the last gradients of 8.4 MB come down after.
+    assert step.forward_s == pytest.approx(0.67, rel=0.05)
+    assert step.backward_s == pytest.approx(0.67, rel=0.05)
+    assert step.step_s > 1.34 + 0.08
+
+
+def test_a_window_without_a_buffer_is_refused():
+    choice = replace(policy(), window=WindowSize(num_buffers=0))
+
+    with pytest.raises(ValueError, match="at least one buffer"):
+        simulate(work(), SimulatedMachine(rates=machine(HALF)), choice)
