@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from offload.bench.update import UpdateOptions, bench_update
+from offload.bench.update import bench_update
+from offload.bench.update_options import UpdateOptions
 from offload.plan.machine import Machine, PathRates
 
 MB = 10**6

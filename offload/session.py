@@ -1,8 +1,9 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,15 +29,18 @@ from offload.sizes import parse_duration, parse_size
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
-from offload.storage.measured import measured_settings
+from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
 from offload.streaming.unit_modules import UnitRules
-from offload.streaming.wrapped import WrapOptions, WrappedModel
+from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
+
+_log = logging.getLogger("offload.session")
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -55,6 +59,15 @@ class SessionStats:
     cache_hit_bytes: int = 0
     io_wait_s: float = 0.0
     update_s: float = 0.0
+    """In calls of `step`."""
+    update_wait_s: float = 0.0
+    """For which passes waited for updates that run under them."""
+    update_read_bytes: int = 0
+    """The part of `read_bytes` that updates read."""
+    moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
+    """The counters of when no update was pending last: differences are of whole steps."""
+    stalls: tuple[Stall, ...] = ()
+    """What the caller's thread waited for, longest first."""
     accesses: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
@@ -88,8 +101,9 @@ class Session:
         gradient_dtype: `"parameter"` or `"float32"`.
         store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit; `"auto"` does so where there is one.
-        path_rates: Bytes that go in and out again each second on each path, from a profile: what
-            `proportional` striping goes by, and `adaptive` until it has measured.
+        path_rates: Bytes that go in and out again each second on each path, as measured lately:
+            what `proportional` striping goes by, and `adaptive` until it has measured, where the
+            machine's profile, `machine.toml`, lacks a path.
 
         units: Which parameters move together, as under `units` in a config, such as
             `{"classes": ["Block"]}` or `{"largest": "64MiB"}`.
@@ -416,14 +430,18 @@ class Session:
         counters = wrapped.residency.counters if wrapped.residency is not None else None
         accesses = counters.accesses if counters else 0
         hits = counters.prefetch_hits if counters else 0
-        by_commits = wrapped.commit_record_bytes
+        moved = wrapped.moved()
         return SessionStats(
-            read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - by_commits if io else 0,
-            commit_bytes=io.commit_bytes + by_commits if io else 0,
-            cache_hit_bytes=wrapped.cache_hit_bytes,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            cache_hit_bytes=moved.cache_hit_bytes,
+            moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
+            update_wait_s=wrapped.update_wait_s,
+            update_read_bytes=wrapped.update_read_bytes,
+            stalls=wrapped.stalls,
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
@@ -473,16 +491,15 @@ class Session:
         tier = self.config.tiers.storage
         for index, root in enumerate(roots):
             self._engines.append(_open_engine(root, tier.rate_limit_of(index)))
+        rates = self._nominal_rates(roots)
         self._store = BlockStore(
             [
                 StorePath(
                     root=root,
                     capacity_bytes=tier.capacity_of(index),
-                    nominal_bytes_per_s=self._path_rates[index]
-                    if index < len(self._path_rates)
-                    else None,
+                    nominal_bytes_per_s=rate,
                 )
-                for index, root in enumerate(roots)
+                for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
             ],
             engine=self._engines,
             durability=tier.durability,
@@ -500,6 +517,18 @@ class Session:
         self._committed_step = self._resume_point.step
         self._start_draining(self._store)
         self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
+
+    def _nominal_rates(self, roots: list[Path]) -> tuple[float | None, ...]:
+        limits = [self.config.tiers.storage.rate_limit_of(index) for index in range(len(roots))]
+        rates = nominal_rates(roots, probed=self._path_rates, limits=limits)
+        if None in rates and len(roots) > 1 and self.config.policy.striping == "proportional":
+            _log.warning(
+                "`policy.striping` = `proportional` goes by the machine's profile, which has no "
+                "rate for path `%s`: it counts as the mean of the others; measure it with "
+                "`offload bench io PATH --tune`",
+                roots[rates.index(None)],
+            )
+        return rates
 
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint
@@ -577,6 +606,7 @@ class Session:
             is_training=training,
             units=UnitRules.of(config.units),
             name=name,
+            overlap=config.policy.overlap if config.offload else "none",
         )
 
     def _require_place(self, training: bool, name: str | None) -> None:

@@ -241,13 +241,17 @@ def doctor(
         list[Path] | None,
         typer.Argument(metavar="[PATH]...", help="Directories for a store. [default: .]"),
     ] = None,
+    drain: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where checkpoints are to be copied (checkpoint.drain)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine and the paths for what a run needs."""
     from offload.cli.tables import render_doctor
     from offload.runs.doctor import run_checks
 
-    report = run_checks(paths or [Path()])
+    report = run_checks(paths or [Path()], drain=drain)
     _output(context, as_json).show(report, render_doctor)
     if not report.ok:
         raise typer.Exit(EXIT_FAILED)

@@ -46,6 +46,10 @@ def update(
     striping: Annotated[
         str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")
     ] = "adaptive",
+    baseline: Annotated[
+        str,
+        typer.Option(help="engine, or ours after others: deepspeed-like, mlp-like."),
+    ] = "engine",
     compute_s: Annotated[
         float, typer.Option(metavar="S", help="Seconds that stand for forward and backward.")
     ] = 0.0,
@@ -56,7 +60,8 @@ def update(
     """Measure the update phase with the state on storage."""
     output: Output = context.obj
     output.as_json = as_json
-    from offload.bench.update import UpdateOptions, bench_update
+    from offload.bench.update import bench_update
+    from offload.bench.update_options import UpdateOptions
     from offload.errors import ConfigError
     from offload.sizes import parse_size
 
@@ -68,6 +73,7 @@ def update(
             codec=codec,
             order=order,
             striping=striping,
+            baseline=baseline,
             compute_s=compute_s,
             steps=steps,
             commit_every=commit_every,
@@ -93,7 +99,7 @@ def render_update(console: Console, result: Result) -> None:
     table = Table("", "", show_header=False)
     for label, key in _FIGURES:
         table.add_row(label, format_figure(key, values[key]))
-    console.print("update phase", style="bold")
+    console.print(f"update phase, {values['baseline']}", style="bold")
     console.print(table)
     paths = Table("path", "read", "written")
     for moved in values["paths"]:

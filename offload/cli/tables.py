@@ -76,6 +76,11 @@ def render_plan(console: Console, result: Result) -> None:
     rows += [("reason", reason) for reason in values["reasons"]]
     if values.get("drive_steps") is not None:
         rows.append(("a drive lasts, steps", format_figure("steps", values["drive_steps"])))
+    rows += [
+        (key, format_figure(key, found))
+        for key, found in (values.get("commits") or {}).items()
+        if found is not None
+    ]
     rows += [("warning", warning) for warning in values.get("warnings", [])]
     rows += [
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))

@@ -278,7 +278,8 @@ class PolicyConfig(Section):
     order: OrderName
     """Which subgroup is updated next."""
     overlap: Overlap
-    """What updates run under; `"none"` updates after the backward pass."""
+    """What updates run under: `"forward"`, the default with order `"resident"`, under the next
+    forward pass; `"none"`, the default with the other orders, after the backward pass."""
     striping: StripingName
     """How blocks are spread over paths: `"adaptive"` by what each delivers lately,
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
@@ -286,6 +287,14 @@ class PolicyConfig(Section):
     prefetch: CountOrZero
     """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
     beside the one in use; 0 fetches on demand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_overlap(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "overlap" not in values:
+            # Under a pass the order is the pass's own: one that was asked for has its update alone.
+            return {**values, "overlap": "forward" if values.get("order") == "resident" else "none"}
+        return values
 
 
 class CheckpointConfig(Section):

@@ -1,7 +1,12 @@
 """How much work a failure costs, and how often to commit so that it costs least."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from offload.plan.host import HostPlan
+from offload.plan.machine_profile import PathProfile
+from offload.plan.traffic import ModelBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +36,64 @@ class LostWork:
         ratio = commit_s / (2 * failures_s)
         young_s = math.sqrt(2 * commit_s * failures_s)
         return max(young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - commit_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitForecast:
+    """What commits of a run cost, before it has made one.
+
+    Transfers only: syncs, and the start of the process at a recovery, come on top.
+    """
+
+    commit_bytes: int
+    """What a commit writes: records kept in memory and resident parameters."""
+    resident_bytes: int
+    """What a recovery reads before the first step."""
+    paths: tuple[PathProfile, ...]
+    """All of the run's; empty where one of them was not measured."""
+    interval: float | int
+    """Between commits: seconds, or steps where it is an `int`; 0: none but at the end."""
+    mean_time_between_failures_s: float
+
+    def lost_work(self) -> LostWork | None:
+        """Returns the times; None where the paths' rates are not known."""
+        if not self.paths:
+            return None
+        return LostWork(
+            commit_s=self.commit_bytes / sum(path.write_bytes_per_s for path in self.paths),
+            recovery_s=self.resident_bytes / sum(path.read_bytes_per_s for path in self.paths),
+            mean_time_between_failures_s=self.mean_time_between_failures_s,
+        )
+
+    def to_json(self, *, step_s: float | None) -> dict[str, float | int | None]:
+        """Returns the figures under the names that a run's result has for them."""
+        lost = self.lost_work()
+        best_s = lost.best_interval_s if lost else None
+        interval_s = self._interval_s(step_s)
+        return {
+            "commit_bytes": self.commit_bytes,
+            "commit_s": lost.commit_s if lost else None,
+            "recovery_s": lost.recovery_s if lost else None,
+            "expected_lost_work_s": lost.expected_s(interval_s) if lost and interval_s else None,
+            "best_commit_interval_s": best_s,
+            "best_commit_every": max(1, round(best_s / step_s)) if best_s and step_s else None,
+        }
+
+    def _interval_s(self, step_s: float | None) -> float | None:
+        if isinstance(self.interval, int):
+            return self.interval * step_s if step_s else None
+        return self.interval
+
+
+def committed_bytes(model: ModelBytes, host: HostPlan) -> int:
+    """Returns what a commit writes at most: all that lives in memory and that steps change."""
+    cached = host.num_cached * host.state_buffer_bytes
+    resident_state = model.state_bytes if host.resident_state_bytes else 0
+    resident_parameters = model.trainable_parameter_bytes if host.resident_parameter_bytes else 0
+    return min(cached, model.state_bytes) + resident_state + resident_parameters
+
+
+def measured_on_all(profiles: Sequence[PathProfile | None]) -> tuple[PathProfile, ...]:
+    """Returns the profiles, or none where one is missing."""
+    known = tuple(profile for profile in profiles if profile is not None)
+    return known if len(known) == len(profiles) else ()

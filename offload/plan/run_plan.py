@@ -7,6 +7,7 @@ from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
+from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.storage import StoragePlan
@@ -32,6 +33,8 @@ class RunPlan:
     num_paths: int = 1
     warnings: tuple[str, ...] = ()
     """What makes the run less safe than it could be."""
+    commits: CommitForecast | None = None
+    """None where there are none."""
     machine: Machine | None = None
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
@@ -87,6 +90,7 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
+            "commits": self.commits.to_json(step_s=None) if self.commits else None,
             "machine": self._machine(),
         }
 

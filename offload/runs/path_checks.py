@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload.errors import ConfigError, StorageError
@@ -12,6 +12,7 @@ from offload.plan.machine_profile import read_profile
 from offload.runs.checks import Check
 from offload.runs.machine_checks import gpu_numa_nodes
 from offload.sizes import GIB, format_size
+from offload.storage.drain_target import shared_path
 from offload.storage.file import StorageFile, open_file
 from offload.storage.mounts import (
     NETWORK_FILE_SYSTEMS,
@@ -43,6 +44,30 @@ def path_checks(path: Path) -> Iterator[Check]:
     yield _free_space(path)
     yield from _device_checks(path)
     yield _measured(path)
+
+
+def drain_check(drain: Path | None, paths: Sequence[Path]) -> Check:
+    """Returns whether checkpoints are copied to where they outlive `paths`."""
+    name = "drain target"
+    if drain is None:
+        return Check(
+            name=name,
+            status="warn",
+            found="none",
+            remedy="a path that cannot be read any more ends a run for good: set "
+            "`checkpoint.save_every` and `checkpoint.drain` to a directory on another drive or "
+            "file system, and name it here with `--drain`",
+        )
+    path = shared_path(drain.absolute(), paths)
+    if path is not None:
+        return Check(
+            name=name,
+            status="warn",
+            found=f"`{drain}` lies on the file system of path `{path}`",
+            remedy="it would be lost with the path: name a directory on another drive or file "
+            "system",
+        )
+    return Check(name=name, status="ok", found=f"`{drain}` is apart from the paths")
 
 
 def _writable(path: Path) -> Check:

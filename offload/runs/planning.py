@@ -12,13 +12,15 @@ from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
-from offload.plan.machine_profile import MachineProfile, read_profile
+from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
+from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
-from offload.sizes import MIB
+from offload.sizes import MIB, parse_duration
+from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.unit_modules import UnitRules
 
@@ -61,7 +63,8 @@ def plan_run(
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
-        warnings=tuple(_warnings(config)) if config.offload else (),
+        warnings=tuple(_warnings(config, directories)) if config.offload else (),
+        commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
     )
 
 
@@ -79,6 +82,25 @@ def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> 
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+    )
+
+
+def _forecast_commits(
+    config: Config,
+    layout: ModelLayout,
+    host: HostPlan | None,
+    profiles: Sequence[PathProfile | None],
+) -> CommitForecast | None:
+    tier = config.tiers.storage
+    if host is None or tier.durability == "none":
+        return None
+    every = tier.commit_every
+    return CommitForecast(
+        commit_bytes=committed_bytes(ModelBytes.of(layout), host),
+        resident_bytes=host.resident_parameter_bytes + host.resident_state_bytes,
+        paths=measured_on_all(profiles),
+        interval=parse_duration(every) if isinstance(every, str) else every,
+        mean_time_between_failures_s=parse_duration(config.checkpoint.mean_time_between_failures),
     )
 
 
@@ -168,7 +190,7 @@ def _plan_storage(
     )
 
 
-def _warnings(config: Config) -> Iterator[str]:
+def _warnings(config: Config, directories: Sequence[Path]) -> Iterator[str]:
     tier, drain = config.tiers.storage, config.checkpoint.drain
     if tier.durability == "none":
         return
@@ -177,17 +199,13 @@ def _warnings(config: Config) -> Iterator[str]:
             "no checkpoint is copied off the storage paths: a path that cannot be read any more "
             "ends the run for good; set `checkpoint.save_every` and `checkpoint.drain`"
         )
-    elif any(_is_below(Path(drain), Path(path)) for path in tier.paths):
+    elif (path := shared_path(Path(drain), directories)) is not None:
         yield (
-            f"`checkpoint.drain` = `{drain}` lies on one of the storage paths, with which it would "
-            "be lost; name a directory on another drive or file system"
+            f"`checkpoint.drain` = `{drain}` lies on the file system of storage path `{path}`, "
+            "with which it would be lost; name a directory on another drive or file system"
         )
     elif not config.checkpoint.save_every:
         yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
-
-
-def _is_below(path: Path, root: Path) -> bool:
-    return path.resolve().is_relative_to(root.resolve())
 
 
 def num_kept_checkpoints(config: Config) -> int:
@@ -203,12 +221,7 @@ def num_kept_checkpoints(config: Config) -> int:
 def _existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
     """The nearest directory above each part of the store that is already there."""
     wanted = list(stores) or [Path(path) for path in config.tiers.storage.paths] or [Path.cwd()]
-    found = []
-    for directory in wanted:
-        while not directory.exists() and directory != directory.parent:
-            directory = directory.parent
-        found.append(directory)
-    return found
+    return [existing_directory(directory) for directory in wanted]
 
 
 def _bytes_below(store: Path | None) -> int:

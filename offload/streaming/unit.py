@@ -1,5 +1,6 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
+import sys
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Protocol
@@ -144,6 +145,33 @@ class StreamedUnit:
         self.num_holds = 0
         self.was_used = False
         self.hashes: list[int] | None = None
+        self._references: list[int] = []
+        self._kept: dict[int, int] = {}
+
+    def note_references(self) -> None:
+        """Notes how often each parameter is referred to before a call."""
+        self._references = self._count_references()
+
+    def find_kept(self) -> None:
+        """Finds the parameters to which a call has left references, such as `ctx.weight = weight`.
+
+        Backward reads those parameters themselves: no hook brings them back.
+        """
+        after = self._count_references()
+        pairs = enumerate(zip(self._references, after, strict=True))
+        self._kept = {index: now for index, (before, now) in pairs if now > before}
+
+    @property
+    def kept_names(self) -> list[str]:
+        """The parameters that a call has left references to which are still there."""
+        if not self._kept:
+            return []
+        now = self._count_references()
+        self._kept = {index: count for index, count in self._kept.items() if now[index] >= count}
+        return [self.bindings[index].name for index in self._kept]
+
+    def _count_references(self) -> list[int]:
+        return [sys.getrefcount(binding.parameter) for binding in self.bindings]
 
     @property
     def name(self) -> str:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from offload.plan.machine_profile import MachineProfile, PathProfile
+from offload.runs.inspection import inspect_store
+
 pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
 
 
@@ -58,3 +61,32 @@ def test_a_rate_limit_changes_no_bit(tmp_path, small_config, train):
     )
 
     assert limited.state_digest == plain.state_digest
+
+
+def test_proportional_striping_goes_by_the_profile_of_the_machine(
+    tmp_path, small_config, train, monkeypatch
+):
+    paths = dirs(tmp_path, "a", "b")
+    profile = MachineProfile(
+        paths=tuple(
+            PathProfile(
+                path=path, backend="threads", block_bytes=1 << 20, queue_depth=4, direct=False,
+                read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate,
+                measured_at="2026-01-02",
+            )
+            for path, rate in zip(paths, (3e8, 1e8), strict=True)
+        )
+    )  # fmt: skip
+    (tmp_path / "machine.toml").write_text(profile.to_toml())
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.toml"))
+
+    run = train(
+        small_config(
+            train__steps=2, tiers__storage__paths=list(paths), policy__striping="proportional"
+        ),
+        run_dir=tmp_path / "run",
+    )
+
+    first, second = inspect_store(tmp_path / "run").bytes_by_path.values()
+    assert first / (first + second) == pytest.approx(0.75, abs=0.1)  # of 22 blocks
+    assert run.store.startswith(paths[0])

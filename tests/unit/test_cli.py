@@ -33,7 +33,7 @@ OPTIONS = {
     "offload inspect": {"--json"},
     "offload verify": {"--json"},
     "offload clean": {"--delete", "--json"},
-    "offload doctor": {"--json"},
+    "offload doctor": {"--json", "--drain"},
     "offload bench": set(),
     "offload bench optim": {
         "--parameters",
@@ -69,6 +69,7 @@ OPTIONS = {
         "--codec",
         "--order",
         "--striping",
+        "--baseline",
         "--compute-s",
         "--steps",
         "--commit-every",
@@ -379,7 +380,7 @@ def test_inspect_prints_what_a_store_holds(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("status", "expected"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_doctor_exits_with_1_where_a_check_fails(monkeypatch, capsys, status, expected):
     report = DoctorReport(checks=[Check(name="x", status=status, found="y", remedy="do z")])
-    monkeypatch.setattr(offload.runs.doctor, "run_checks", lambda _: report)
+    monkeypatch.setattr(offload.runs.doctor, "run_checks", lambda _, drain: report)
 
     code = run(["doctor", "--json"])
 

@@ -1,10 +1,12 @@
 """A smoke run of `bench update`: its keys, its bytes and its bits."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from offload.bench.update import UpdateOptions, bench_update
+from offload.bench.update import bench_update
+from offload.bench.update_options import UpdateOptions
 from offload.cli.app import run
 from offload.errors import ConfigError, PlanError
 from offload.plan.machine import Machine, PathRates
@@ -40,10 +42,10 @@ def paths_of(tmp_path, *names):
     return paths
 
 
-def measure(paths, **options):
+def measure(paths, *, memory=40 << 20, **options):
     return bench_update(
         UpdateOptions(
-            parameters=PARAMETERS, paths=paths, host_memory_bytes=40 << 20, steps=1, **options
+            parameters=PARAMETERS, paths=paths, host_memory_bytes=memory, steps=1, **options
         )
     )
 
@@ -80,6 +82,25 @@ def test_no_choice_changes_the_state(tmp_path):
     assert len(digests) == 1
 
 
+def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
+    a, b = paths_of(tmp_path, "a", "b")
+    engine = measure([a, b], order="alternating")
+
+    deepspeed = measure([a, b], baseline="deepspeed-like")
+    mlp = measure([a, b], baseline="mlp-like", memory=110 << 20)
+    both = measure([a, b], baseline="mlp-like")
+    single = measure([a], baseline="mlp-like")
+
+    assert engine.state_digest == deepspeed.state_digest == mlp.state_digest
+    assert single.state_digest == both.state_digest == mlp.state_digest
+    assert both.paths[0].write_bytes > both.paths[1].write_bytes > 0
+    assert deepspeed.read_bytes_per_step == pytest.approx(16 * PARAMETERS, rel=0.01)
+    assert deepspeed.write_bytes_per_step == pytest.approx(16 * PARAMETERS, rel=0.01)
+    assert len(deepspeed.paths) == 1
+    assert mlp.formula_read_bytes_per_step == pytest.approx(mlp.read_bytes_per_step, rel=0.05)
+    assert max(mlp.read_bytes_per_step, mlp.write_bytes_per_step) < 12 * PARAMETERS
+
+
 def test_modulo_shares_by_its_ratio(tmp_path):
     report = measure(paths_of(tmp_path, "a", "b"), striping="modulo:2:1")
 
@@ -102,6 +123,9 @@ def test_commits_are_timed(tmp_path):
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
         ({"order": "random"}, "policy.order"),
+        ({"baseline": "faster"}, "`--baseline` faster"),
+        ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
+        ({"baseline": "mlp-like", "commit_every": 1}, "cannot commit"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, text):

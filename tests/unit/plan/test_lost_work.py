@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from offload.plan.lost_work import LostWork
+from offload.plan.lost_work import CommitForecast, LostWork, measured_on_all
+from offload.plan.machine_profile import PathProfile
 from offload.plan.wear import wear
 
 
@@ -52,3 +53,44 @@ def test_what_is_not_known_is_none():
     assert wear(bytes_per_step=5, step_s=None, endurance_bytes=10**12).bytes_per_day is None
     assert wear(bytes_per_step=5, step_s=1.0, endurance_bytes=None).drive_days is None
     assert wear(bytes_per_step=0, step_s=1.0, endurance_bytes=10**12).drive_days is None
+
+
+def path_profile(path):
+    return PathProfile(
+        path=path, backend="threads", block_bytes=1, queue_depth=1, direct=True,
+        read_bytes_per_s=4e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9, measured_at="",
+    )  # fmt: skip
+
+
+def forecast(*, interval, paths=("/a", "/b")):
+    return CommitForecast(
+        commit_bytes=10**10,
+        resident_bytes=16 * 10**9,
+        paths=tuple(map(path_profile, paths)),
+        interval=interval,
+        mean_time_between_failures_s=86400.0,
+    )
+
+
+def test_a_plan_says_what_commits_will_cost_by_the_rates_of_all_paths():
+    found = forecast(interval=600.0).to_json(step_s=None)
+
+    # 10 GB at 2 GB/s, 16 GB at 8 GB/s.
+    assert (found["commit_s"], found["recovery_s"]) == (5.0, 2.0)
+    assert found["expected_lost_work_s"] == 5.0 + 300.0 + 2.0
+    assert found["best_commit_interval_s"] == lost(5.0).best_interval_s
+    assert found["best_commit_every"] is None
+
+
+def test_an_interval_in_steps_needs_the_time_of_a_step():
+    assert forecast(interval=100).to_json(step_s=None)["expected_lost_work_s"] is None
+    found = forecast(interval=100).to_json(step_s=4.0)
+    assert found["expected_lost_work_s"] == 5.0 + 200.0 + 2.0
+    assert found["best_commit_every"] == round(lost(5.0).best_interval_s / 4.0)
+
+
+def test_without_rates_of_every_path_only_bytes_are_known():
+    assert measured_on_all([path_profile("/a"), None]) == ()
+    found = forecast(interval=600.0, paths=()).to_json(step_s=4.0)
+    assert found["commit_bytes"] == 10**10
+    assert all(value is None for key, value in found.items() if key != "commit_bytes")

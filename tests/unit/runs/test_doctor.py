@@ -7,7 +7,7 @@ import pytest
 
 from offload.runs.checks import Check, guarded
 from offload.runs.doctor import run_checks
-from offload.runs.path_checks import path_checks
+from offload.runs.path_checks import drain_check, path_checks
 from offload.storage.mounts import BlockDevice, Mount, find_device, find_mount
 
 MACHINE = [
@@ -38,7 +38,7 @@ def test_a_usable_path_is_ok_and_left_as_it_was(tmp_path):
     assert names[: len(MACHINE)] == MACHINE
     of_path = [name.removeprefix(f"{tmp_path}: ") for name in names[len(MACHINE) :]]
     assert of_path[: len(PATH)] == PATH
-    assert of_path[-1] == "measured"
+    assert of_path[-2:] == ["measured", "drain target"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,3 +163,13 @@ def test_the_file_system_is_that_of_the_nearest_mount():
     assert find_mount(Path("/dev/shm")).kind == "tmpfs"
     assert find_mount(Path("/proc")).kind == "proc"
     assert find_device(Path("/proc")) is None
+
+
+def test_a_missing_drain_target_and_one_on_a_path_are_warnings(tmp_path):
+    nothing = drain_check(None, [tmp_path])
+    beside = drain_check(tmp_path / "not" / "there", [tmp_path])
+    apart = drain_check(Path("/proc"), [tmp_path])
+
+    assert (nothing.status, beside.status, apart.status) == ("warn", "warn", "ok")
+    assert "checkpoint.drain" in nothing.remedy
+    assert str(tmp_path) in beside.found

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from offload.plan.machine_profile import MachineProfile, PathProfile
 from offload.storage.engine import Engine
-from offload.storage.measured import measured_settings
+from offload.storage.measured import measured_settings, nominal_rates
 
 
-def profile(path, backend="aiofiles"):
+def profile(path, backend="aiofiles", mixed_bytes_per_s=1.0):
     return MachineProfile(
         paths=(
             PathProfile(
@@ -18,7 +18,7 @@ def profile(path, backend="aiofiles"):
                 direct=True,
                 read_bytes_per_s=1.0,
                 write_bytes_per_s=1.0,
-                mixed_bytes_per_s=1.0,
+                mixed_bytes_per_s=mixed_bytes_per_s,
                 measured_at="2026-01-02T03:04:05+00:00",
             ),
         )
@@ -46,3 +46,24 @@ def test_a_backend_that_is_gone_is_replaced_with_a_warning(tmp_path, monkeypatch
 
     assert settings.backend == "auto"
     assert "OFFLOAD_PURE=1" in caplog.text
+
+
+def test_nominal_rates_are_those_of_the_profile_held_to_the_limits(tmp_path):
+    known = profile(tmp_path / "a", mixed_bytes_per_s=3e8).with_paths(
+        profile(tmp_path / "b", mixed_bytes_per_s=1e8).paths
+    )
+    paths = [tmp_path / "a" / "store", tmp_path / "b" / "store"]
+
+    rates = nominal_rates(paths, probed=[5.0, 6.0], profile=known)
+
+    assert rates == (3e8, 1e8)
+    # Both directions together are limited.
+    assert nominal_rates(paths, limits=[None, 5e7], profile=known) == (3e8, 2.5e7)
+
+
+def test_where_the_profile_lacks_a_path_all_rates_are_those_that_were_probed(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    known = profile(tmp_path / "a", mixed_bytes_per_s=3e8)
+
+    assert nominal_rates(paths, probed=[5.0, 6.0], profile=known) == (5.0, 6.0)
+    assert nominal_rates(paths, profile=known) == (3e8, None)

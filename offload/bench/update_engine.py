@@ -1,0 +1,182 @@
+"""The engine's own update pipeline on a made-up model."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from offload.bench.update_options import PathBytes, UpdateOptions, made_up_values
+from offload.layout import ModelLayout
+from offload.optim.digest import state_digest
+from offload.optim.kernels import load_kernels
+from offload.optim.pipeline import ModelState, ParameterUpdate, UpdatePipeline, state_key
+from offload.optim.readers import StateParts
+from offload.optim.scalars import adamw_scalars
+from offload.optim.window import Window
+from offload.plan.host import HostPlan
+from offload.plan.machine import Machine
+from offload.policy import resolve_order, resolve_striping
+from offload.storage.engine import Engine
+from offload.storage.store import BlockStore
+from offload.storage.store_paths import StorePath
+from offload.streaming.host_memory import HostMemory
+
+
+class EngineUpdates:
+    """The update pipeline over a store that lasts as long as the context."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        plan: HostPlan,
+        options: UpdateOptions,
+        *,
+        roots: Sequence[Path],
+        machine: Machine,
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            layout: Of the made-up model.
+            plan: How the host memory is cut.
+            options: What is measured.
+            roots: Directories of the store, one on each path.
+            machine: Rates that the striping begins with.
+        """
+        self._layout = layout
+        self._plan = plan
+        self._options = options
+        self._roots = roots
+        self._machine = machine
+        self._order = resolve_order(options.order)
+        self._stack = ExitStack()
+        self._completed = 0
+        self._digest_bytes = [(0, 0) for _ in roots]
+        self.commit_s: list[float] = []
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            engines = [self._stack.enter_context(Engine()) for _ in self._roots]
+            paths = [
+                StorePath(root=root, nominal_bytes_per_s=rates.mixed_bytes_per_s)
+                for root, rates in zip(self._roots, self._machine.paths, strict=True)
+            ]
+            self._store = BlockStore(
+                paths,
+                engine=engines,
+                durability="commit" if self._options.commit_every else "none",
+                striping=resolve_striping(self._options.striping),
+            )
+            self._store.create()
+            self._stack.callback(self._store.close)
+            self._memory = HostMemory(self._plan)
+            parameters, gradients = made_up_values(self._layout, self._memory)
+            self._state = ModelState(
+                layout=self._layout,
+                store=self._store,
+                parameters=parameters,
+                records=None,
+                gradients=gradients,
+            )
+            self._window = Window(
+                self._layout,
+                states=self._memory.states,
+                parameters=self._memory.parameters,
+                num_cached=self._plan.num_cached,
+            )
+            self._pipeline = UpdatePipeline(self._state, self._window, load_kernels())
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def before_update(self) -> None:
+        """Does nothing: gradients stay in memory."""
+
+    def update(self, step: int) -> float:
+        """Runs the update of a step and returns its time."""
+        scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step)
+        updates = {
+            name: ParameterUpdate(scalars=scalars, scales=()) for name in self._layout.parameters
+        }
+        records = self._layout.records
+        order = [records[index] for index in self._order.sequence(len(records), step)]
+        kept = self._order.kept(len(records), self._window.num_cached, step)
+        started_s = time.perf_counter()
+        self._pipeline.run(order, updates, kept={records[index].name for index in kept})
+        self._completed = step
+        return time.perf_counter() - started_s
+
+    def commit_if_due(self, step: int) -> None:
+        """Commits the state on storage; parameters stay in memory."""
+        every = self._options.commit_every
+        if every and step % every == 0:
+            started_s = time.perf_counter()
+            self._write_cached()
+            self._store.commit({"bench": step})
+            self.commit_s.append(time.perf_counter() - started_s)
+
+    @property
+    def hit_bytes(self) -> int:
+        """Bytes of records that were found in memory so far."""
+        return self._pipeline.cache_hit_bytes
+
+    def moved(self) -> list[PathBytes]:
+        """Returns what each path moved so far, without what digests read."""
+        return [
+            PathBytes(
+                path=str(path),
+                read_bytes=moved.read_bytes - read,
+                write_bytes=moved.write_bytes - written,
+            )
+            for path, moved, (read, written) in zip(
+                self._options.paths, self._store.stats().paths, self._digest_bytes, strict=True
+            )
+        ]
+
+    def digest(self) -> str:
+        """Returns the digest of the state; what it reads counts for nothing."""
+        counted = self.moved()
+        cached = {
+            record.name: state
+            for record in self._layout.records
+            if (state := self._window.cached_state(record)) is not None
+        }
+        with self._memory.lend_scratch(0, make_room=lambda: None) as scratch:
+            reader = StateParts(
+                store=self._store,
+                scratch=scratch,
+                parameters=self._state.parameters,
+                records=None,
+                cached=cached,
+            )
+            digest = state_digest(
+                self._layout,
+                reader,
+                steps=dict.fromkeys(self._layout.parameters, self._completed),
+                completed_steps=self._completed,
+            )
+        self._digest_bytes = [
+            (stats.read_bytes - path.read_bytes, stats.write_bytes - path.write_bytes)
+            for path, stats in zip(counted, self._store.stats().paths, strict=True)
+        ]
+        return digest
+
+    def _write_cached(self) -> None:
+        tickets = [
+            self._store.write(state_key(record), state, num_bytes=record.num_bytes)
+            for record in self._layout.records
+            if (state := self._window.cached_state(record)) is not None
+            and state_key(record) in self._state.dirty
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        self._state.dirty.clear()
