@@ -162,6 +162,8 @@ class Building:
             if module in modules:
                 _make_plain(module)
         self._modules = [module for module in self._modules if module not in modules]
+        if not self._modules:  # no other model waits to be wrapped
+            self.finish()
 
     def finish(self) -> None:
         """Gives every module that was built its plain `_parameters` back.

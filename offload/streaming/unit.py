@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import xxhash
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from offload.errors import StoreError
 from offload.layout import Unit
@@ -145,11 +146,22 @@ class StreamedUnit:
         self.num_holds = 0
         self.was_used = False
         self.hashes: list[int] | None = None
+        self._nodes: list[Node] = []
         self._references: list[int] = []
         self._kept: dict[int, int] = {}
 
     def note_references(self) -> None:
-        """Notes how often each parameter is referred to before a call."""
+        """Notes how often each parameter is referred to before a call.
+
+        torch's own references count as one or none: the node that accumulates its gradient is
+        held, so that it is always one.
+        """
+        if not self._nodes:
+            self._nodes = [
+                get_gradient_edge(binding.parameter).node
+                for binding in self.bindings
+                if binding.parameter.requires_grad
+            ]
         self._references = self._count_references()
 
     def find_kept(self) -> None:

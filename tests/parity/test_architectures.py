@@ -38,7 +38,7 @@ def budgets(tmp_path, device):
 
 def test_a_function_that_keeps_the_weight_itself_keeps_its_slot(tmp_path):
     model, reference = build(CustomFunctions), Reference(build(CustomFunctions), **OPTIONS)
-    with open_session(tmp_path, budget_bytes=1 << 20) as session:
+    with open_session(tmp_path, budget_bytes=1 << 20, prefetch=4) as session:
         session.wrap(model)
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
 
