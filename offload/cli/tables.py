@@ -102,8 +102,8 @@ def render_verify(console: Console, result: Result) -> None:
         columns = ("record", "parameter", "path", "file", "offset", "reason")
         table = Table(*columns)
         for bad in values["bad"]:
-            table.add_row(*(str(bad[column]) for column in columns))
-        _print_table(console, "bad blocks", table)
+            table.add_row(*(NONE if bad[key] is None else str(bad[key]) for key in columns))
+        _print_table(console, "bad blocks and manifests", table)
     rows = [
         ("records", str(values["records"])),
         ("bytes", format_figure("num_bytes", values["bytes"])),

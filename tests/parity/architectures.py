@@ -1,325 +1,274 @@
-"""Small models of many shapes; a call with an index gives the loss of that batch."""
+"""Small models of many shapes: what streams, in which order, how often, and what is never used."""
+
+from dataclasses import dataclass
 
 import torch
-from parity.models import VOCABULARY, Block, SmallGPT, loss_of
+from parity.models import VOCABULARY, Block, SmallGPT, batch
 from torch import nn
 from torch.nn import functional
 
 WIDTH = 16
 
 
-def _generator(index):
-    return torch.Generator().manual_seed(index)
-
-
-def _tokens(index, *, length=9):
-    return torch.randint(0, VOCABULARY, (2, length), generator=_generator(index))
-
-
-def _values(index, *shape, like):
-    return torch.randn(shape, generator=_generator(index)).to(like.dtype)
-
-
-def _cross_entropy(logits, targets):
-    return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
-
-
-class TiedGPT(SmallGPT):
-    def __init__(self):
-        super().__init__(width=WIDTH, layers=2, tie="identity")
-
-    def loss(self, index):
-        return loss_of(self, index)
-
-
-class FunctionallyTiedGPT(SmallGPT):
-    def __init__(self):
-        super().__init__(width=WIDTH, layers=2, tie="functional")
-
-    def loss(self, index):
-        return loss_of(self, index)
-
-
-class CrossAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x, memory):
-        attended = functional.scaled_dot_product_attention(
-            self.query(x), self.key(memory), self.value(memory)
-        )
-        return x + attended
-
-
 class EncoderDecoder(nn.Module):
-    """Encoder, decoder and head share one embedding."""
+    """One embedding for source, target and output; the decoder looks at the encoder's end."""
 
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.shared = nn.Embedding(VOCABULARY, WIDTH)
         self.encoder = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.decoder = nn.ModuleList(Block(WIDTH) for _ in range(2))
-        self.cross = nn.ModuleList(CrossAttention() for _ in range(2))
+        self.cross = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
+        self.head.weight = self.shared.weight
 
-    def loss(self, index):
-        source, target = _tokens(index), _tokens(index + 100)
-        memory = self.tokens(source)
+    def forward(self, tokens):
+        memory = self.shared(tokens.flip(1))
         for block in self.encoder:
             memory = block(memory)
-        x = self.tokens(target[:, :-1])
+        x = self.shared(tokens)
         for block, cross in zip(self.decoder, self.cross, strict=True):
-            x = cross(block(x), memory)
-        return _cross_entropy(self.head(x), target[:, 1:])
-
-
-class Experts(nn.Module):
-    """Each token goes to the expert that its own values choose; some experts get none."""
-
-    def __init__(self, num_experts=6):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(num_experts)
-        )
-
-    def forward(self, x):
-        flat = x.flatten(0, -2)
-        weights, chosen = self.router(flat).softmax(-1).max(-1)
-        out = torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, None])
-        return x + out.view_as(x)
+            x = block(x)
+            x = x + torch.softmax(cross(x) @ memory.transpose(1, 2), -1) @ memory
+        return self.head(x)
 
 
 class MixtureOfExperts(nn.Module):
+    """Each token goes to the expert that the gate prefers; some experts get none."""
+
     def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Experts() for _ in range(2))
+        self.gate = nn.Linear(WIDTH, 6)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(6)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def loss(self, index):
-        tokens = _tokens(index)
-        x = self.tokens(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
-        return _cross_entropy(self.head(x), tokens[:, 1:])
+    def forward(self, tokens):
+        x = self.tokens(tokens[:, :3])  # few, so that experts stay without any
+        weights, chosen = torch.softmax(self.gate(x), -1).max(-1)
+        mixed = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            mask = chosen == index
+            mixed[mask] = self.experts[index](x[mask]) * weights[mask].unsqueeze(-1)
+        return self.head(x + mixed)
 
 
-class ConvNet(nn.Module):
+class Convolutional(nn.Module):
+    """Convolutions and running statistics, in sequences and not in lists."""
+
     def __init__(self):
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-            for _ in range(3)
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 16, 3, stride=2, groups=2),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
         )
-        self.head = nn.Linear(8, 5)
+        self.head = nn.Linear(16, 7)
 
-    def loss(self, index):
-        x = self.stem(_values(index, 4, 3, 8, 8, like=self.head.bias))
-        for stage in self.stages:
-            x = x + stage(x)
-        logits = self.head(x.mean((2, 3)))
-        return _cross_entropy(logits, torch.arange(4))
+    def forward(self, images):
+        return self.head(self.features(images).mean((2, 3)))
 
 
 class Recurrent(nn.Module):
-    """One cell, called five times, beside an LSTM of torch's own."""
+    """One cell, used five times, and torch's own GRU, whose weights are called `weight_ih_l0`."""
 
     def __init__(self):
         super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 4)
+        self.cells = nn.ModuleList([nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())])
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def loss(self, index):
-        x = _values(index, 3, 5, WIDTH, like=self.head.bias)
-        state = torch.zeros(3, WIDTH, dtype=x.dtype)
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        state = x.new_zeros(x.shape[0], WIDTH)
+        states = []
         for position in range(5):
-            state = self.cell(x[:, position], state)
-        out, _ = self.lstm(x)
-        return _cross_entropy(self.head(state + out[:, -1]), torch.arange(3))
+            state = self.cells[0](torch.cat([x[:, position], state], -1))
+            states.append(state)
+        mixed, _ = self.gru(torch.stack(states, 1))
+        return self.head(mixed)
 
 
 class VisionTransformer(nn.Module):
-    """Parameters of the root: a class token and positions."""
+    """Patches by a convolution; a class token and positions that belong to the root."""
 
     def __init__(self):
         super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
-        self.class_token = nn.Parameter(torch.randn(1, 1, WIDTH) / 4)
-        self.positions = nn.Parameter(torch.randn(1, 5, WIDTH) / 4)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, 17, WIDTH) * 0.02)
+        self.patches = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 7)
 
-    def loss(self, index):
-        return self(_values(index, 2, 3, 8, 8, like=self.positions))
-
     def forward(self, images):
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1) + self.positions
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.positions
         for block in self.blocks:
             x = block(x)
-        return _cross_entropy(self.head(self.norm(x)[:, 0]), torch.arange(2))
+        return self.head(self.norm(x)[:, 0])
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained product of two narrow ones beside it."""
+    """A frozen linear layer with a trained correction of low rank."""
 
-    def __init__(self):
+    def __init__(self, base, rank=2):
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) * 0.1)
 
     def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+        return self.base(x) + functional.linear(functional.linear(x, self.down), self.up)
 
 
-class Adapters(nn.Module):
+class LowRank(SmallGPT):
+    """A frozen base; only the corrections are trained."""
+
     def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        self.layers = nn.ModuleList(Adapted() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY).requires_grad_(False)
-
-    def loss(self, index):
-        tokens = _tokens(index)
-        x = self.tokens(tokens[:, :-1])
-        for layer in self.layers:
-            x = functional.gelu(layer(x))
-        return _cross_entropy(self.head(x), tokens[:, 1:])
+        super().__init__(width=WIDTH, layers=3)
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up = Adapted(block.up)
+            block.attention.qkv = Adapted(block.attention.qkv)
 
 
 class RandomDepth(nn.Module):
-    """Each layer is left out at random, in another way at each call."""
+    """A tower whose layers are left out by chance in training."""
 
     def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(5))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def loss(self, index):
-        tokens = _tokens(index)
-        x = self.tokens(tokens[:, :-1])
-        for is_kept, layer in zip(
-            torch.rand(4, generator=_generator(index)) < 0.6, self.layers, strict=True
-        ):
-            if is_kept:
-                x = layer(x)
-        return _cross_entropy(self.head(x), tokens[:, 1:])
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = block(x)
+        return self.head(x)
 
 
 class NestedLists(nn.Module):
-    """Lists in lists and dicts, and one block in two of them."""
+    """Lists in lists in a dict, beside parameters of the stages' own."""
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.layers = nn.ModuleList(
+                nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2)
+            )
+
+        def forward(self, x):
+            for pair in self.layers:
+                x = x * self.scale + pair[1](functional.gelu(pair[0](x)))
+            return x
 
     def __init__(self):
         super().__init__()
-        shared = nn.Linear(WIDTH, WIDTH)
-        self.stages = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "layers": nn.ModuleList([nn.Linear(WIDTH, WIDTH), shared]),
-                    "norm": nn.LayerNorm(WIDTH),
-                }
-            )
-            for _ in range(3)
-        )
-        self.head = nn.Linear(WIDTH, 3)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.stages = nn.ModuleDict({"first": self.Stage(), "second": self.Stage()})
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def loss(self, index):
-        x = _values(index, 3, WIDTH, like=self.head.bias)
-        for stage in self.stages:
-            for layer in stage["layers"]:
-                x = x + functional.gelu(layer(stage["norm"](x)))
-        return _cross_entropy(self.head(x), torch.arange(3))
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for name in ("second", "first", "second"):
+            x = self.stages[name](x)
+        return self.head(x)
 
 
 class TwoHeads(nn.Module):
-    """Two losses of one trunk; of every third batch one head has no part."""
+    """Two losses over one trunk."""
 
     def __init__(self):
         super().__init__()
-        self.trunk = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.one = nn.Linear(WIDTH, 3)
-        self.other = nn.Linear(WIDTH, 1)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.next = nn.Linear(WIDTH, VOCABULARY)
+        self.parity = nn.Linear(WIDTH, 2)
 
-    def loss(self, index):
-        x = _values(index, 3, WIDTH, like=self.one.bias)
-        for layer in self.trunk:
-            x = functional.silu(layer(x))
-        loss = _cross_entropy(self.one(x), torch.arange(3))
-        if index % 3 != 2:
-            loss = loss + self.other(x).float().square().mean()
-        return loss
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.next(x), self.parity(x)
 
 
 class OneParameter(nn.Module):
+    """A model of one number."""
+
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.value = nn.Parameter(torch.tensor(0.5))
 
-    def loss(self, index):
-        return (self.weight * _values(index, 4, like=self.weight)).float().square().sum()
-
-
-class KeptWeight(torch.autograd.Function):
-    """Keeps the weight on the context itself, past all hooks for saved tensors."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        ctx.save_for_backward(x)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient @ ctx.weight, gradient.t() @ x
+    def forward(self, tokens):
+        return tokens.to(self.value.dtype) * self.value
 
 
-class CustomLinear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+@dataclass(frozen=True)
+class Architecture:
+    """A model and its losses, in the order in which they are propagated."""
 
-    def forward(self, x):
-        return KeptWeight.apply(x, self.weight)
+    factory: object
+    losses: object
+    options: tuple = ()
 
-
-class CustomFunctions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(CustomLinear() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def loss(self, index):
-        x = _values(index, 3, WIDTH, like=self.head.bias)
-        for layer in self.layers:
-            x = x + functional.gelu(layer(x))
-        return _cross_entropy(self.head(x), torch.arange(3))
+    def build(self, dtype=torch.bfloat16):
+        torch.manual_seed(0)
+        return self.factory(**dict(self.options)).to(dtype)
 
 
-ARCHITECTURES = [
-    TiedGPT,
-    FunctionallyTiedGPT,
-    EncoderDecoder,
-    MixtureOfExperts,
-    ConvNet,
-    Recurrent,
-    VisionTransformer,
-    Adapters,
-    RandomDepth,
-    NestedLists,
-    TwoHeads,
-    OneParameter,
-]
+def next_token(model, index):
+    torch.manual_seed(index)  # the same layers are left out in both models
+    inputs, targets = batch(index)
+    logits = model(inputs).float()
+    targets = targets[:, : logits.shape[1]]
+    return [functional.cross_entropy(logits.flatten(0, 1), targets.flatten())]
+
+
+def picture_class(model, index):
+    generator = torch.Generator().manual_seed(index)
+    images = torch.randn(3, 3, 8, 8, generator=generator)
+    images = images.to(next(model.parameters()).dtype)
+    return [functional.cross_entropy(model(images).float(), torch.tensor([1, 6, 0]))]
+
+
+def both_heads(model, index):
+    inputs, targets = batch(index)
+    following, parity = (logits.float().flatten(0, 1) for logits in model(inputs))
+    return [
+        functional.cross_entropy(following, targets.flatten()),
+        functional.cross_entropy(parity, targets.flatten() % 2),
+    ]
+
+
+def one_sum(model, index):
+    return [model(batch(index)[0]).float().mean()]
+
+
+ARCHITECTURES = {
+    "gpt_with_tied_head": Architecture(
+        SmallGPT, next_token, (("width", WIDTH), ("tie", "identity"))
+    ),
+    "encoder_decoder": Architecture(EncoderDecoder, next_token),
+    "mixture_of_experts": Architecture(MixtureOfExperts, next_token),
+    "convolutional": Architecture(Convolutional, picture_class),
+    "recurrent": Architecture(Recurrent, next_token),
+    "vision_transformer": Architecture(VisionTransformer, picture_class),
+    "low_rank": Architecture(LowRank, next_token),
+    "random_depth": Architecture(RandomDepth, next_token),
+    "nested_lists": Architecture(NestedLists, next_token),
+    "tied_by_function": Architecture(
+        SmallGPT, next_token, (("width", WIDTH), ("tie", "functional"))
+    ),
+    "two_heads": Architecture(TwoHeads, both_heads),
+    "one_parameter": Architecture(OneParameter, one_sum),
+}
