@@ -39,6 +39,7 @@ from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
 from offload.streaming.swap import Streamed
+from offload.streaming.unit_modules import UnitRules
 from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
@@ -75,6 +76,9 @@ class SessionStats:
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int | None = None
+    registered_bytes: int = 0
+    """Of slots and windows that the kernel was told of beforehand, so that it does not look their
+    pages up at each transfer; 0 where no path uses io_uring or RLIMIT_MEMLOCK does not allow it."""
     completed_steps: int = 0
     committed_step: int | None = None
     paths: tuple[PathStats, ...] = ()
@@ -107,6 +111,9 @@ class Session:
             what `proportional` striping goes by, and `adaptive` until it has measured, where the
             machine's profile, `machine.toml`, lacks a path.
 
+        units: Which parameters move together, as under `units` in a config, such as
+            `{"classes": ["Block"]}` or `{"largest": "64MiB"}`.
+
     Raises:
         ConfigError: A value is wrong.
     """
@@ -127,6 +134,7 @@ class Session:
         store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
         path_rates: Sequence[float] = (),
+        units: Mapping[str, Any] | None = None,
     ) -> None:
         overrides = {
             "tiers.device.kind": device,
@@ -138,6 +146,7 @@ class Session:
             "optimizer.name": optimizer,
             "optimizer.codec": codec,
             "train.gradient_dtype": gradient_dtype,
+            **{f"units.{key}": value for key, value in (units or {}).items()},
         }
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
         if resume not in (True, False, "auto"):
@@ -157,6 +166,7 @@ class Session:
         self._models = self._new_models()
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
+        self._registered_bytes = 0
         self._is_open = False
         self.metadata: dict[str, Any] | None = None
         """What the commit that was resumed was given; None for a new store."""
@@ -196,6 +206,7 @@ class Session:
 
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
+        self._registered_bytes = 0
         models, self._models = self._models.all(), self._new_models()
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
@@ -236,7 +247,8 @@ class Session:
         model: nn.Module,
         training: bool = True,
         *,
-        name: str = MAIN,
+        name: str | None = None,
+        units: Mapping[str, Any] | None = None,
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
     ) -> nn.Module:
@@ -249,8 +261,10 @@ class Session:
             model: Built on the CPU. Its parameters are those of the store when resuming, if that
                 has a model of this name.
             training: False keeps no gradients and no optimizer state.
-            name: Of a further model; its records begin with it. Steps, digests and `stats` are
-                first of the model without one.
+            name: Of a further model; its records begin with it. Steps and digests are those of the
+                model without one. One with a name takes only what it needs and what is fetched
+                ahead: wrap such models first, or leave them room by `host_memory`.
+            units: Keys of `units` in a config, such as `{"classes": ["Block"]}`, for this model.
             host_memory: The model's part of the budget; by default all that is left.
             device_memory: The same of the device's.
 
@@ -270,7 +284,7 @@ class Session:
                 "cannot wrap a model that another session has wrapped: expected a plain model; "
                 "close that session, or build another model"
             )
-        self._models.require_new(name, model)
+        self._models.require_new(name or MAIN, model)
         if name:
             require_checkpoint_name(name)
         assert self._device is not None
@@ -280,17 +294,11 @@ class Session:
                 f"expected none, found `{device_memory}`; pass `host_memory`"
             )
         options = dataclasses.replace(
-            self._wrap_options(training),
+            self._wrap_options(training, units),
             name=name,
             budget_bytes=self._models.free_host_bytes(_size(host_memory)),
             device_budget_bytes=self._models.free_device_bytes(_size(device_memory)),
         )
-        building = self._building
-        if building is not None and building.has_other_models_than(model):
-            raise StoreError(
-                "cannot wrap one of several models built in `building()`: the others are on "
-                "storage until they are wrapped; build and wrap one, then the next"
-            )
         assert self._kernels is not None
         point = self._resume_point
         wrapped = WrappedModel(
@@ -299,8 +307,8 @@ class Session:
             store=self._store,
             kernels=self._kernels,
             order=resolve_order(self.config.policy.order),
-            building=building,
-            resume=None if point is None else point.of(name),
+            building=self._building,
+            resume=None if point is None else point.of(name or MAIN),
             device=self._device,
             host_budget=self._models.host_budget,
             device_budget=self._models.device_budget,
@@ -314,8 +322,10 @@ class Session:
                     f"{error}, or give other models less, as `wrap(model, host_memory=...)`"
                 ) from error
             raise
-        self._models.add(name, wrapped)
-        self._building = None
+        self._register(wrapped.transfer_memory)
+        self._models.add(name or MAIN, wrapped)
+        if self._building is not None and self._building.is_finished:
+            self._building = None
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
@@ -470,6 +480,7 @@ class Session:
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
+            registered_bytes=self._registered_bytes,
             host_peak_bytes=models.host_budget.peak_bytes,
             device_peak_bytes=None
             if wrapped.device.is_unified
@@ -567,6 +578,12 @@ class Session:
             )
         return rates
 
+    def _register(self, memory: memoryview) -> None:
+        """Tells the kernel of memory that every step moves; without that all goes on the same."""
+        if memory:
+            is_used = [engine.register(memory) for engine in self._engines]
+            self._registered_bytes += len(memory) if any(is_used) else 0
+
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint
         if options.drain is not None:
@@ -608,8 +625,10 @@ class Session:
                 return f"parameters {names}"
         return "no parameter of the model" if layouts else "parameters of an unknown model"
 
-    def _wrap_options(self, training: bool) -> WrapOptions:
+    def _wrap_options(self, training: bool, units: Mapping[str, Any] | None) -> WrapOptions:
         config = self.config
+        if units is not None:
+            config = _resolve(config, {f"units.{key}": value for key, value in units.items()})
         on_storage = config.offload
         return WrapOptions(
             budget_bytes=self._budget_bytes,
@@ -624,6 +643,7 @@ class Session:
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,
+            units=UnitRules.of(config.units),
             overlap=config.policy.overlap if config.offload else "none",
         )
 

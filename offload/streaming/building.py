@@ -6,7 +6,6 @@ on access. Values and random state are those of a plain build, whatever the init
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -115,7 +114,7 @@ class Building:
         self._spilled: dict[nn.Parameter, str] = {}
         self._resident_bytes = 0
         self._keys = itertools.count()
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._modules: list[nn.Module] = []
         self.peak_bytes = 0
 
     @contextlib.contextmanager
@@ -126,7 +125,7 @@ class Building:
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             module.__dict__["_parameters"] = BuildingParameters(self.touch)
-            self._modules.append(weakref.ref(module))
+            self._modules.append(module)
 
         nn.Module.__init__ = init  # type: ignore[assignment, method-assign]
         try:
@@ -156,16 +155,20 @@ class Building:
         """Ends the care for `parameter`, whose values another owner has taken."""
         self._resident_bytes -= self._resident.pop(parameter, 0)
 
-    def has_other_models_than(self, model: nn.Module) -> bool:
-        """Tells whether modules that are not of `model` have parameters that were evicted."""
-        its_own = set(model.modules())
-        return any(
-            parameter in self._spilled
-            for module in (reference() for reference in self._modules)
-            if module is not None and module not in its_own
-            for parameter in dict.values(module._parameters)
-            if parameter is not None
-        )
+    @property
+    def is_finished(self) -> bool:
+        """Whether no module waits for another owner."""
+        return not self._modules
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the modules of `model`, whose values another owner has taken, plain dicts again."""
+        modules = set(model.modules())
+        for module in self._modules:
+            if module in modules:
+                _make_plain(module)
+        self._modules = [module for module in self._modules if module not in modules]
+        if not self._modules:  # no other model waits to be wrapped
+            self.finish()
 
     def finish(self) -> None:
         """Gives every module that was built its plain `_parameters` back.
@@ -178,10 +181,8 @@ class Building:
                 self._spill.drop(key, num_bytes=num_bytes)
         self._spilled.clear()
         self._resident.clear()
-        for reference in self._modules:
-            module = reference()
-            if module is not None and isinstance(module._parameters, BuildingParameters):
-                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+        for module in self._modules:
+            _make_plain(module)
         self._modules.clear()
 
     def _evict(self, *, keep: nn.Parameter) -> None:
@@ -201,3 +202,8 @@ class Building:
             self._resident_bytes -= self._resident.pop(parameter)
             self._spilled[parameter] = key
             parameter.data = placeholder_of(parameter)
+
+
+def _make_plain(module: nn.Module) -> None:
+    if isinstance(module._parameters, BuildingParameters):
+        module.__dict__["_parameters"] = dict(dict.items(module._parameters))

@@ -60,9 +60,9 @@ class Models:
     def require_new(self, name: str, model: nn.Module) -> None:
         """Raises unless `name` is free and no model has a parameter of `model`."""
         if name in self._by_name:
-            which = f"a model called `{name}`" if name else "a model without a name"
+            which = f"called `{name}`" if name else "without a name"
             raise StoreError(
-                f"cannot wrap {which}: the session has one; pass another `name`, such as "
+                f"cannot wrap a second model {which}: the session has one; pass another `name`, such as "
                 '`wrap(model, training=False, name="reference")`'
             )
         for parameter in model.parameters():
