@@ -61,6 +61,8 @@ class SessionStats:
     """In calls of `step`."""
     update_wait_s: float = 0.0
     """For which passes waited for updates that run under them."""
+    update_io_wait_s: float = 0.0
+    """The part of it in which those waited for storage."""
     update_read_bytes: int = 0
     """The part of `read_bytes` that updates read."""
     moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
@@ -413,7 +415,8 @@ class Session:
             moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
-            update_wait_s=wrapped.update_wait_s,
+            update_wait_s=wrapped.update_wait_s[0],
+            update_io_wait_s=wrapped.update_wait_s[1],
             update_read_bytes=wrapped.update_read_bytes,
             stalls=wrapped.stalls,
             accesses=accesses,

@@ -29,21 +29,47 @@ def step_bound(
     *,
     num_parameters: int,
     compute: Sequence[ComputeTimes],
+    overlap: str = "none",
+    prefetched_bytes: int = 0,
+    shares_cores: bool = True,
 ) -> Bound:
-    """Returns the bounds for overlap `none`: passes one after the other, then the update.
+    """Returns the bounds of a step, and of what an update adds to it.
 
     Args:
         machine: Rates measured in the same run.
         traffic: Bytes of the step.
         num_parameters: P: parameters that the fused pass covers.
-        compute: One entry for each micro-step.
+        compute: One entry for each micro-step, without what the update takes of it.
+        overlap: `none`: passes one after the other, then the update. `forward`: the update runs
+            under the first micro-step's forward.
+        prefetched_bytes: Q: records that are read in the first micro-step's backward, with
+            `forward`.
+        shares_cores: Whether the passes compute on the cores on which the update does.
     """
-    update_s = update_bound_s(machine, traffic, num_parameters=num_parameters)
-    passes_s = sum(
+    passes = [
         _micro_step_s(machine, moved, times)
         for moved, times in zip(traffic.micro_steps, compute, strict=True)
+    ]
+    if overlap == "none":
+        update_s = update_bound_s(machine, traffic, num_parameters=num_parameters)
+        return Bound(step_s=sum(passes) + update_s, update_s=update_s)
+    moved, times, update = traffic.micro_steps[0], compute[0], traffic.update
+    ahead = min(prefetched_bytes, update.state_bytes)
+    forward_io_s = machine.transfer_s(
+        read_bytes=moved.forward_read_bytes + update.read_bytes - ahead,
+        write_bytes=update.write_bytes,
     )
-    return Bound(step_s=passes_s + update_s, update_s=update_s)
+    memory_s = machine.memory_s(
+        num_parameters=num_parameters,
+        read_bytes=update.read_bytes,
+        write_bytes=update.write_bytes,
+    )
+    cores_s = times.forward_s + memory_s if shares_cores else max(times.forward_s, memory_s)
+    first_s = max(forward_io_s, cores_s) + max(
+        times.backward_s, _backward_io_s(machine, moved, more_read_bytes=ahead)
+    )
+    step_s = first_s + sum(passes[1:])
+    return Bound(step_s=step_s, update_s=step_s - sum(passes))
 
 
 def update_bound_s(machine: Machine, traffic: StepTraffic, *, num_parameters: int) -> float:
@@ -61,8 +87,12 @@ def update_bound_s(machine: Machine, traffic: StepTraffic, *, num_parameters: in
 
 def _micro_step_s(machine: Machine, moved: MicroStepTraffic, times: ComputeTimes) -> float:
     forward_s = machine.transfer_s(read_bytes=moved.forward_read_bytes, write_bytes=0)
-    backward_s = machine.transfer_s(
-        read_bytes=moved.backward_read_bytes + moved.gradient_read_bytes,
+    backward_s = _backward_io_s(machine, moved)
+    return max(times.forward_s, forward_s) + max(times.backward_s, backward_s)
+
+
+def _backward_io_s(machine: Machine, moved: MicroStepTraffic, *, more_read_bytes: int = 0) -> float:
+    return machine.transfer_s(
+        read_bytes=moved.backward_read_bytes + moved.gradient_read_bytes + more_read_bytes,
         write_bytes=moved.gradient_write_bytes,
     )
-    return max(times.forward_s, forward_s) + max(times.backward_s, backward_s)

@@ -87,6 +87,9 @@ class TrainingRun:
             traffic=plan.traffic,
             num_parameters=plan.layout.trainable_elements,
             machine=machine,
+            overlap=config.policy.overlap if config.offload else "none",
+            prefetched_bytes=plan.host.prefetched_bytes if plan.host else 0,
+            shares_cores=config.tiers.device.kind != "cuda",
         )
 
     def execute(self) -> RunSummary:
@@ -180,7 +183,10 @@ class TrainingRun:
     def _run_step(self, step: int, loop: TrainingLoop, session: Session) -> StepMetrics:
         before = session.stats()
         with self._counting_activations(loop):
-            clock = StepClock(read_io_wait_s=lambda: session.stats().io_wait_s)
+            clock = StepClock(
+                read_io_wait_s=lambda: session.stats().io_wait_s,
+                read_update_wait_s=lambda: _update_waits(session.stats()),
+            )
             outcome = loop.run_step(step, clock)
             times = clock.stop()
         after = session.stats()
@@ -239,6 +245,10 @@ class TrainingRun:
             if self._commits
             else "nothing was committed",
         )
+
+
+def _update_waits(stats: SessionStats) -> tuple[float, float]:
+    return stats.update_wait_s, stats.update_io_wait_s
 
 
 def _shares(amounts: Sequence[int]) -> tuple[float, ...]:

@@ -56,12 +56,8 @@ class StepUpdates:
 
     @property
     def io_wait_s(self) -> float:
-        """Time for which the caller's thread waited for storage in updates.
-
-        What the residency counted as a wait for a fetch, but was one for an update, is off.
-        """
-        waited_s = self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
-        return waited_s - (self._units.late_wait_s if self._units else 0.0)
+        """Time for which the caller's thread waited for storage in updates."""
+        return self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
 
     def run(self, updates: Mapping[str, ParameterUpdate], *, step: int) -> None:
         """Carries out the updates of step `step` now, or what the user edited where there are none.

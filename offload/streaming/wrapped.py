@@ -258,9 +258,10 @@ class WrappedModel:
         return fetches_s + self._updates.io_wait_s
 
     @property
-    def update_wait_s(self) -> float:
-        """Time for which passes waited for pending updates."""
-        return self._updates.deferred.wait_s if self._updates.deferred else 0.0
+    def update_wait_s(self) -> tuple[float, float]:
+        """Time for which passes waited for pending updates, and the part of it for storage."""
+        deferred = self._updates.deferred
+        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
 
     def moved(self) -> "MovedBytes":
         """Returns what was moved so far, without what commits wrote and digests read."""
@@ -531,6 +532,7 @@ class WrappedModel:
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
             device=self.device,
+            stalls=self._updates.stalls,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()

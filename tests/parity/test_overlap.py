@@ -253,6 +253,24 @@ def test_matrices_that_are_updated_whole(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_waits_are_accounted_by_path_and_cause(tmp_path, overlap):
+    with open_session(tmp_path, overlap=overlap, prefetch=0) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        for index in range(2):
+            loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = session.stats()
+        root = session._store.roots[0]
+
+    on_path = {stall.cause for stall in stats.stalls if stall.waits_for == f"path {root}"}
+    assert "fetching a unit" in on_path
+    waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for not in ("kernel", "link"))
+    assert waited_s == pytest.approx(stats.io_wait_s, abs=0.01)
+
+
 class TestFailure:
     """An update fails in the middle of a forward."""
 
