@@ -24,6 +24,7 @@ from offload.runs.model import build_meta_model
 from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
+from offload.streaming.unit_modules import UnitRules
 
 BLOCK_BYTES = MIB
 """The block size of stores."""
@@ -43,7 +44,7 @@ def plan_run(
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered = discover_units(build_meta_model(config.model))
+    discovered = discover_units(build_meta_model(config.model), UnitRules.of(config.units))
     layout = build_layout(
         [unit.facts for unit in discovered.units],
         codec=config.optimizer.codec,
