@@ -283,31 +283,57 @@ static int check_transfer(const struct ofl_aio *queue, const struct ofl_aio_tran
 }
 
 /* Called with the queue's lock held, as all functions of the lists. */
+static struct ofl_aio_list *list_of(struct ofl_aio *queue,
+				    const struct ofl_aio_request *request)
+{
+	const struct ofl_aio_transfer *t = &request->transfer;
+
+	return &queue->waiting[t->priority][t->operation == OFL_AIO_WRITE];
+}
+
 static void append_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
-	int priority = request->transfer.priority;
+	struct ofl_aio_list *list = list_of(queue, request);
 
-	request->previous = queue->waiting[priority].last;
+	request->previous = list->last;
 	if (request->previous)
 		request->previous->next = request;
 	else
-		queue->waiting[priority].first = request;
-	queue->waiting[priority].last = request;
+		list->first = request;
+	list->last = request;
 }
 
 static void remove_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
-	int priority = request->transfer.priority;
+	struct ofl_aio_list *list = list_of(queue, request);
 
 	if (request->previous)
 		request->previous->next = request->next;
 	else
-		queue->waiting[priority].first = request->next;
+		list->first = request->next;
 	if (request->next)
 		request->next->previous = request->previous;
 	else
-		queue->waiting[priority].last = request->previous;
+		list->last = request->previous;
 	request->next = request->previous = NULL;
+}
+
+/* The request to cut from, or NULL.  Where reads and writes of one priority wait,
+ * the direction comes next of which less is in flight: a path that moves both ways
+ * at once is then kept busy both ways. */
+static struct ofl_aio_request *next_request(const struct ofl_aio *queue)
+{
+	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
+		struct ofl_aio_request *read = queue->waiting[p][0].first;
+		struct ofl_aio_request *write = queue->waiting[p][1].first;
+
+		if (read && write)
+			return queue->num_in_flight[0] <= queue->num_in_flight[1] ? read
+										  : write;
+		if (read || write)
+			return read ? read : write;
+	}
+	return NULL;
 }
 
 static size_t latency_index(int64_t latency_ns)
@@ -384,11 +410,9 @@ int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfe
 
 bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 {
-	struct ofl_aio_request *request = NULL;
+	struct ofl_aio_request *request = next_request(queue);
 	size_t len;
 
-	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES && !request; p++)
-		request = queue->waiting[p].first;
 	if (!request)
 		return false;
 	len = request->transfer.len - request->cut_bytes;
@@ -401,6 +425,7 @@ bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 	};
 	request->cut_bytes += len;
 	request->num_pieces++;
+	queue->num_in_flight[request->transfer.operation == OFL_AIO_WRITE]++;
 	if (request->cut_bytes == request->transfer.len)
 		remove_request(queue, request);
 	return true;
@@ -425,11 +450,13 @@ void ofl_aio_cancel(struct ofl_aio *queue)
 
 	pthread_mutex_lock(&queue->lock);
 	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
-		while ((request = queue->waiting[p].first)) {
-			if (!cancel_request(queue, request))
-				continue;
-			request->next = ended;
-			ended = request;
+		for (int w = 0; w < 2; w++) {
+			while ((request = queue->waiting[p][w].first)) {
+				if (!cancel_request(queue, request))
+					continue;
+				request->next = ended;
+				ended = request;
+			}
 		}
 	}
 	pthread_mutex_unlock(&queue->lock);
@@ -492,6 +519,7 @@ static void finish_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece, int
 	if (error)
 		fail_request(queue, piece, error);
 	request->num_pieces--;
+	queue->num_in_flight[operation == OFL_AIO_WRITE]--;
 	is_done = !request->num_pieces && request->cut_bytes == request->transfer.len;
 	if (is_done)
 		end_request(queue, request);

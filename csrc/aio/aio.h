@@ -150,8 +150,9 @@ void ofl_aio_close(struct ofl_aio *queue);
 /*
  * Start a transfer and return at once; its outcome comes from the request.
  *
- * Pieces of a more urgent priority start before those of a less urgent one;
- * within a priority transfers start in the order of submission.  Short
+ * Pieces of a more urgent priority start before those of a less urgent one.
+ * Within a priority reads start in the order of submission, and so do writes;
+ * while both wait, as many pieces of each are in flight.  Short
  * transfers are continued.  EINTR and EAGAIN are retried for some seconds.
  * After an error no further piece of the transfer is started.
  *

@@ -83,6 +83,10 @@ struct ofl_aio_backend_ops {
 	void (*unregister_memory)(struct ofl_aio *queue, void *buf);
 };
 
+struct ofl_aio_list {
+	struct ofl_aio_request *first, *last;
+};
+
 struct ofl_aio {
 	const struct ofl_aio_backend_ops *ops; /* constant */
 	struct ofl_aio_options options;	       /* only during ops->start() */
@@ -93,9 +97,9 @@ struct ofl_aio {
 
 	pthread_mutex_t lock; /* of all below */
 	bool is_closing;
-	struct {
-		struct ofl_aio_request *first, *last;
-	} waiting[OFL_AIO_NUM_PRIORITIES]; /* requests with bytes left to cut */
+	/* Requests with bytes left to cut, reads and writes in lists of their own. */
+	struct ofl_aio_list waiting[OFL_AIO_NUM_PRIORITIES][2];
+	uint32_t num_in_flight[2]; /* pieces of reads and of writes */
 	struct ofl_aio_stats stats;
 	uint64_t num_requests; /* submitted and not done */
 	int64_t busy_since_ns; /* while there are some */

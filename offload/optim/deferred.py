@@ -210,8 +210,10 @@ class DeferredUpdates:
         io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)
         self.wait_s += waited_s
         self.io_wait_s += io_s
-        self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
-        self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
+        if io_s:
+            self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
+        if waited_s > io_s:
+            self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
         return waited_s
 
     # In the thread of the updates.

@@ -16,6 +16,7 @@ from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
+from offload.storage.engine import Priority
 from offload.storage.stalls import StallAccount
 from offload.storage.wakeup import Wakeup
 
@@ -28,6 +29,10 @@ __all__ = [
     "parameter_key",
     "state_key",
 ]
+
+
+_PRIORITY = Priority.WRITE_BACK
+"""Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
 
 
 class RecordSource(Protocol):
@@ -216,7 +221,9 @@ class UpdatePipeline:
                 return
             self._ahead.append(_InFlight(record=record, buffer=buffer))
             if buffer.state is not None:
-                self._ahead[-1].tickets.append(store.read(state_key(record), buffer.state))
+                self._ahead[-1].tickets.append(
+                    store.read(state_key(record), buffer.state, priority=_PRIORITY)
+                )
                 self.prefetched_bytes += record.padded_bytes
                 self.read_bytes += record.padded_bytes
 
@@ -360,7 +367,7 @@ class _Run:
         elif current.is_new:
             storage_over(buffer.state).zero_()
         else:
-            current.tickets.append(store.read(state_key(record), buffer.state))
+            current.tickets.append(store.read(state_key(record), buffer.state, priority=_PRIORITY))
             self._pipeline.read_bytes += record.padded_bytes
 
     def _read_parameters(self, current: _InFlight) -> None:
@@ -370,7 +377,9 @@ class _Run:
         for subgroup in current.record.subgroups:
             memory = buffer.parameters[subgroup.name]
             if self._reads_parameter(current, subgroup):
-                current.tickets.append(store.read(parameter_key(subgroup), memory))
+                current.tickets.append(
+                    store.read(parameter_key(subgroup), memory, priority=_PRIORITY)
+                )
                 self._pipeline.read_bytes += subgroup.padded_parameter_bytes
             elif self._has_gaps(subgroup):
                 storage_over(memory).zero_()

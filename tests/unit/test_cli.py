@@ -68,6 +68,7 @@ OPTIONS = {
         "--host-memory",
         "--codec",
         "--order",
+        "--overlap",
         "--striping",
         "--baseline",
         "--compute-s",

@@ -55,7 +55,7 @@ class MemoryStore:
     def __contains__(self, record):
         return record in self.values
 
-    def read(self, record, into):
+    def read(self, record, into, *, priority):
         return self._start(f"read {record}", lambda: self._fill(record, into))
 
     def write(self, record, source, *, num_bytes):
