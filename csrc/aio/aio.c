@@ -283,57 +283,33 @@ static int check_transfer(const struct ofl_aio *queue, const struct ofl_aio_tran
 }
 
 /* Called with the queue's lock held, as all functions of the lists. */
-static struct ofl_aio_list *list_of(struct ofl_aio *queue,
-				    const struct ofl_aio_request *request)
-{
-	const struct ofl_aio_transfer *t = &request->transfer;
-
-	return &queue->waiting[t->priority][t->operation == OFL_AIO_WRITE];
-}
-
 static void append_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
-	struct ofl_aio_list *list = list_of(queue, request);
+	int operation = request->transfer.operation;
+	int priority = request->transfer.priority;
 
-	request->previous = list->last;
+	request->previous = queue->waiting[operation][priority].last;
 	if (request->previous)
 		request->previous->next = request;
 	else
-		list->first = request;
-	list->last = request;
+		queue->waiting[operation][priority].first = request;
+	queue->waiting[operation][priority].last = request;
 }
 
 static void remove_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
-	struct ofl_aio_list *list = list_of(queue, request);
+	int operation = request->transfer.operation;
+	int priority = request->transfer.priority;
 
 	if (request->previous)
 		request->previous->next = request->next;
 	else
-		list->first = request->next;
+		queue->waiting[operation][priority].first = request->next;
 	if (request->next)
 		request->next->previous = request->previous;
 	else
-		list->last = request->previous;
+		queue->waiting[operation][priority].last = request->previous;
 	request->next = request->previous = NULL;
-}
-
-/* The request to cut from, or NULL.  Where reads and writes of one priority wait,
- * the direction comes next of which less is in flight: a path that moves both ways
- * at once is then kept busy both ways. */
-static struct ofl_aio_request *next_request(const struct ofl_aio *queue)
-{
-	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
-		struct ofl_aio_request *read = queue->waiting[p][0].first;
-		struct ofl_aio_request *write = queue->waiting[p][1].first;
-
-		if (read && write)
-			return queue->num_in_flight[0] <= queue->num_in_flight[1] ? read
-										  : write;
-		if (read || write)
-			return read ? read : write;
-	}
-	return NULL;
 }
 
 static size_t latency_index(int64_t latency_ns)
@@ -408,9 +384,41 @@ int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfe
 	return 0;
 }
 
+/* The most urgent request of a direction, NULL if none waits. */
+static struct ofl_aio_request *first_waiting(struct ofl_aio *queue, int operation)
+{
+	struct ofl_aio_request *request = NULL;
+
+	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES && !request; p++)
+		request = queue->waiting[operation][p].first;
+	return request;
+}
+
+/*
+ * [Note: both directions] While both wait, the less urgent one keeps a part of the
+ * pieces in flight.  A device that reads and writes at the same time, each at its
+ * own rate, would else stand still in one direction: reads that are submitted
+ * without end, each more urgent than any write, take every place.
+ */
+static struct ofl_aio_request *choose_request(struct ofl_aio *queue)
+{
+	struct ofl_aio_request *read = first_waiting(queue, OFL_AIO_READ);
+	struct ofl_aio_request *write = first_waiting(queue, OFL_AIO_WRITE);
+	struct ofl_aio_request *urgent, *other;
+	uint32_t share = queue->queue_depth / OFL_AIO_LEAST_SHARE;
+
+	if (!read || !write)
+		return read ? read : write;
+	urgent = read->transfer.priority <= write->transfer.priority ? read : write;
+	other = urgent == read ? write : read;
+	if (read->transfer.priority == write->transfer.priority)
+		share = queue->queue_depth / 2;
+	return queue->in_flight[other->transfer.operation] < share ? other : urgent;
+}
+
 bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 {
-	struct ofl_aio_request *request = next_request(queue);
+	struct ofl_aio_request *request = choose_request(queue);
 	size_t len;
 
 	if (!request)
@@ -425,7 +433,7 @@ bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 	};
 	request->cut_bytes += len;
 	request->num_pieces++;
-	queue->num_in_flight[request->transfer.operation == OFL_AIO_WRITE]++;
+	queue->in_flight[request->transfer.operation]++;
 	if (request->cut_bytes == request->transfer.len)
 		remove_request(queue, request);
 	return true;
@@ -449,14 +457,12 @@ void ofl_aio_cancel(struct ofl_aio *queue)
 	struct ofl_aio_request *request, *ended = NULL;
 
 	pthread_mutex_lock(&queue->lock);
-	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
-		for (int w = 0; w < 2; w++) {
-			while ((request = queue->waiting[p][w].first)) {
-				if (!cancel_request(queue, request))
-					continue;
-				request->next = ended;
-				ended = request;
-			}
+	for (int operation = 0; operation < OFL_AIO_NUM_OPERATIONS; operation++) {
+		while ((request = first_waiting(queue, operation))) {
+			if (!cancel_request(queue, request))
+				continue;
+			request->next = ended;
+			ended = request;
 		}
 	}
 	pthread_mutex_unlock(&queue->lock);
@@ -519,7 +525,7 @@ static void finish_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece, int
 	if (error)
 		fail_request(queue, piece, error);
 	request->num_pieces--;
-	queue->num_in_flight[operation == OFL_AIO_WRITE]--;
+	queue->in_flight[operation]--;
 	is_done = !request->num_pieces && request->cut_bytes == request->transfer.len;
 	if (is_done)
 		end_request(queue, request);

@@ -129,7 +129,9 @@ struct ofl_aio_stats {
  * "fault" is "threads" with the faults that the options name: for tests.
  *
  * A transfer is cut into pieces of block_bytes; at most queue_depth pieces of
- * all transfers are in flight.
+ * all transfers are in flight.  The more urgent go first; but while both reads and
+ * writes wait, the less urgent of the two directions has a quarter of the pieces in
+ * flight, or a half at the same priority (none at a depth too small for that).
  *
  * Returns 0, or -EINVAL (unknown backend, a value out of range, also in a fault),
  * -ENOMEM, -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more
@@ -150,9 +152,8 @@ void ofl_aio_close(struct ofl_aio *queue);
 /*
  * Start a transfer and return at once; its outcome comes from the request.
  *
- * Pieces of a more urgent priority start before those of a less urgent one.
- * Within a priority reads start in the order of submission, and so do writes;
- * while both wait, as many pieces of each are in flight.  Short
+ * Pieces of a more urgent priority start before those of a less urgent one;
+ * within a priority transfers start in the order of submission.  Short
  * transfers are continued.  EINTR and EAGAIN are retried for some seconds.
  * After an error no further piece of the transfer is started.
  *

@@ -11,6 +11,9 @@
 #include "aio.h"
 
 #define OFL_AIO_NUM_PRIORITIES 3
+#define OFL_AIO_NUM_OPERATIONS 2
+/* One part in so many of the pieces in flight is kept for the less urgent direction. */
+#define OFL_AIO_LEAST_SHARE 4
 
 /*
  * EINTR and EAGAIN are retried after this pause, so many times in a row, about
@@ -83,10 +86,6 @@ struct ofl_aio_backend_ops {
 	void (*unregister_memory)(struct ofl_aio *queue, void *buf);
 };
 
-struct ofl_aio_list {
-	struct ofl_aio_request *first, *last;
-};
-
 struct ofl_aio {
 	const struct ofl_aio_backend_ops *ops; /* constant */
 	struct ofl_aio_options options;	       /* only during ops->start() */
@@ -97,9 +96,10 @@ struct ofl_aio {
 
 	pthread_mutex_t lock; /* of all below */
 	bool is_closing;
-	/* Requests with bytes left to cut, reads and writes in lists of their own. */
-	struct ofl_aio_list waiting[OFL_AIO_NUM_PRIORITIES][2];
-	uint32_t num_in_flight[2]; /* pieces of reads and of writes */
+	struct {
+		struct ofl_aio_request *first, *last;
+	} waiting[OFL_AIO_NUM_OPERATIONS][OFL_AIO_NUM_PRIORITIES]; /* with bytes to cut */
+	uint32_t in_flight[OFL_AIO_NUM_OPERATIONS]; /* pieces taken and not over */
 	struct ofl_aio_stats stats;
 	uint64_t num_requests; /* submitted and not done */
 	int64_t busy_since_ns; /* while there are some */
