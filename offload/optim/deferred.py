@@ -90,6 +90,7 @@ class DeferredUpdates:
         edited: frozenset[str],
         kept: Container[str],
         upcoming: Sequence[int],
+        skip: Container[str] = (),
     ) -> None:
         """Takes the updates of a step over and returns at once. Nothing else may be pending.
 
@@ -98,12 +99,13 @@ class DeferredUpdates:
             edited: Parameters that are the master again.
             kept: Names of records whose state stays in memory.
             upcoming: The units of the next forward, by first use, as far as it is known.
+            skip: Names of records that need no update any more.
         """
         assert not self.is_pending
         self.reads_gradients = True
         self._caller = threading.get_ident()
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
-        names = frozenset(record.name for record in touched)
+        names = frozenset(record.name for record in touched if record.name not in skip)
         self._sequence = [
             index
             for index in self._policy.sequence(self._units, upcoming)
@@ -292,6 +294,9 @@ class _PendingRecords:
     def take(self, record: Record) -> None:
         with self._lock:
             self._waiting.remove(self._numbers[record.name])
+
+    def is_open(self) -> bool:
+        return False
 
     def choose(self, ready: Sequence[Record]) -> Record:
         with self._lock:

@@ -50,6 +50,10 @@ class RecordSource(Protocol):
         """Returns which of the records that are in memory is updated next."""
         ...
 
+    def is_open(self) -> bool:
+        """Returns whether more records may come; who adds one calls `UpdatePipeline.wake`."""
+        ...
+
 
 class InOrder:
     """Records in a given order."""
@@ -69,6 +73,9 @@ class InOrder:
     def choose(self, ready: Sequence[Record]) -> Record:
         return ready[0]
 
+    def is_open(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateJob:
@@ -82,6 +89,7 @@ class UpdateJob:
         kept: Names of records whose state stays in memory after its update, not written.
         stalls: Where waits are added.
         on_updated: Called when the parameters of a record have their new values where they live.
+        is_staged: Whether what is written becomes current later. Cached records are left alone.
     """
 
     source: RecordSource
@@ -91,6 +99,7 @@ class UpdateJob:
     kept: Container[str]
     stalls: StallAccount
     on_updated: Callable[[Record], None] = lambda _: None
+    is_staged: bool = False
 
 
 class Ticket(Protocol):
@@ -274,6 +283,10 @@ class UpdatePipeline:
         since_s = self._waiting_since_s
         return self._io_wait_s + (0.0 if since_s is None else time.perf_counter() - since_s)
 
+    def wait_woken(self) -> None:
+        """Waits until `wake` is called: there is nothing to do."""
+        self._wakeup.wait()
+
     def wake(self) -> None:
         """Ends a wait, since the source may have changed its mind."""
         self._wakeup.wake()
@@ -313,8 +326,10 @@ class _Run:
         reading, writing = self._reading, self._writing
         try:
             self._take_over_prefetched()
-            self._write_back_left_out()
-            while self._job.source.peek() is not None or reading or writing:
+            if not self._job.is_staged:
+                self._write_back_left_out()
+            source = self._job.source
+            while source.is_open() or source.peek() is not None or reading or writing:
                 self._reap()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
@@ -324,6 +339,8 @@ class _Run:
                     self._pipeline.wait_any(reading[0], self._job, "reading records")
                 elif writing:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
+                elif source.is_open():
+                    self._pipeline.wait_woken()
         except BaseException:
             self._pipeline.abandon(reading, writing)
             raise
@@ -423,14 +440,16 @@ class _Run:
             buffer = current.buffer = self._window.keep(record, buffer)
             self._state.dirty.add(state_key(record))
         elif buffer.state is not None:
-            self._state.dirty.discard(state_key(record))
-            ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
-            tickets.append(ticket)
+            if not self._job.is_staged:
+                self._state.dirty.discard(state_key(record))
+            write = store.write_staged if self._job.is_staged else store.write
+            tickets.append(write(state_key(record), buffer.state, num_bytes=record.num_bytes))
         for subgroup in record.subgroups:
             if buffer.parameters:
                 memory = buffer.parameters[subgroup.name]
                 key = parameter_key(subgroup)
-                tickets.append(store.write(key, memory, num_bytes=subgroup.parameter_bytes))
+                write = store.write_staged if self._job.is_staged else store.write
+                tickets.append(write(key, memory, num_bytes=subgroup.parameter_bytes))
         self._pipeline.watch(current)
 
     def _write_back_left_out(self) -> None:

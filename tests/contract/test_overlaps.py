@@ -41,10 +41,15 @@ class TestForward(OverlapConformance):
     name = "forward"
 
 
-def test_without_an_overlap_there_is_no_policy():
+class TestBoth(OverlapConformance):
+    name = "both"
+
+
+def test_without_updates_under_a_forward_there_is_no_policy():
     assert resolve_overlap("none") is None
+    assert resolve_overlap("backward") is None
 
 
 def test_an_unknown_overlap_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"expected `none` or `forward`, found `sideways`"):
+    with pytest.raises(ConfigError, match=r"expected `none` .*`forward`.*, found `sideways`"):
         resolve_overlap("sideways")
