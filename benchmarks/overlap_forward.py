@@ -30,8 +30,8 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--micro-steps", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parameters", choices=("host", "storage"), default="host")
@@ -109,7 +109,8 @@ def limited(machine, rate):
 
 def configured(arguments, root, overlap, rate, offload, steps):
     parameters = 12 * arguments.layers * arguments.width**2
-    budget = 8 * parameters + 200 * MIB if arguments.parameters == "host" else 6 * parameters
+    # Parameters and gradients, the window and a few records; or gradients, slots and the window.
+    budget = (4.5 if arguments.parameters == "host" else 3.5) * parameters + 100 * MIB
     return build_config(
         {
             "offload": offload,
@@ -127,7 +128,7 @@ def configured(arguments, root, overlap, rate, offload, steps):
             },
             "optimizer": {"lr": 1e-3},
             "tiers": {
-                "host": {"memory": budget},
+                "host": {"memory": int(budget)},
                 "storage": {
                     "paths": [str(root)],
                     "durability": "none",

@@ -340,6 +340,15 @@ class Session:
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
         return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
 
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A context for all micro-steps of a step but the last, as `no_sync` of DDP.
+
+        With overlap `backward` or `both` updates begin in the last one, as gradients are complete.
+        """
+        with self._require_wrapped("accumulate gradients").accumulating():
+            yield
+
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
         """Makes the state of now, with `metadata`, what a resume finds.
 

@@ -152,7 +152,7 @@ class StepRecorder:
             ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
             for forward, backward in zip(times.forward, times.backward, strict=True)
         ]
-        if self.overlap != "none":
+        if self.overlap in ("forward", "both"):
             compute[0] = replace(compute[0], forward_s=self._forward_alone_s(times, machine))
         return step_bound(
             machine,

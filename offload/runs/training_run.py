@@ -88,7 +88,7 @@ class TrainingRun:
             num_parameters=plan.layout.trainable_elements,
             machine=machine,
             overlap=config.policy.overlap if config.offload else "none",
-            prefetched_bytes=plan.host.prefetched_bytes if plan.host else 0,
+            prefetched_bytes=_prefetched_bytes(config, plan),
             shares_cores=config.tiers.device.kind != "cuda",
         )
 
@@ -150,6 +150,7 @@ class TrainingRun:
             optimizer=optimizer,
             text=self._text,
             device=session.device,
+            accumulating=session.accumulating,
         )
 
     def _restore(self, session: Session) -> int:
@@ -245,6 +246,11 @@ class TrainingRun:
             if self._commits
             else "nothing was committed",
         )
+
+
+def _prefetched_bytes(config: Config, plan: RunPlan) -> int:
+    is_read_ahead = plan.host is not None and config.policy.overlap == "forward"
+    return plan.host.prefetched_bytes if is_read_ahead and plan.host else 0
 
 
 def _update_waits(stats: SessionStats) -> tuple[float, float]:

@@ -82,7 +82,7 @@ MODEL = ModelBytes(
 )
 
 
-def bound_under_forward(*, forward_s, backward_s=0.9, micro_steps=1, **options):
+def bound_under_forward(*, forward_s, backward_s=0.9, micro_steps=1, overlap="forward", **options):
     traffic = step_traffic(
         MODEL, parameters="storage", optimizer="storage", micro_steps=micro_steps
     )
@@ -91,7 +91,7 @@ def bound_under_forward(*, forward_s, backward_s=0.9, micro_steps=1, **options):
         traffic,
         num_parameters=GB // 2,
         compute=[ComputeTimes(forward_s=forward_s, backward_s=backward_s)] * micro_steps,
-        overlap="forward",
+        overlap=overlap,
         **options,
     )
 
@@ -125,3 +125,14 @@ def test_only_the_first_micro_step_carries_the_update():
     bound = bound_under_forward(forward_s=2.0, micro_steps=3)
 
     assert bound.step_s == pytest.approx(6.5 + 0.9 + 2 * (2.0 + 0.9))
+
+
+def test_an_update_under_backward_or_both_shares_their_time():
+    options = {"forward_s": 2.0, "backward_s": 4.0, "micro_steps": 2, "shares_cores": False}
+
+    backward = bound_under_forward(overlap="backward", **options)
+    both = bound_under_forward(overlap="both", **options)
+
+    # 6 GB both ways and 1 GB of parameters in take 6.5 s; with both passes' parameters 7 s.
+    assert backward.step_s == pytest.approx(2.0 + 4.0 + 2.0 + 6.5)
+    assert both.step_s == pytest.approx(2.0 + 4.0 + 7.0)
