@@ -62,8 +62,8 @@ class Models:
         if name in self._by_name:
             which = f"called `{name}`" if name else "without a name"
             raise StoreError(
-                f"cannot wrap a second model {which}: the session has one; pass another `name`, such as "
-                '`wrap(model, training=False, name="reference")`'
+                f"cannot wrap a second model {which}: the session has one; pass another `name`, "
+                'such as `wrap(model, training=False, name="reference")`'
             )
         for parameter in model.parameters():
             if any(other.has(parameter) for other in self._by_name.values()):
