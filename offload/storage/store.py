@@ -533,6 +533,7 @@ class BlockStore:
 
     def _load(self, manifest: Manifest, *, created_in: tuple[Path, ...], read_only: bool) -> None:
         parts = self._open_parts
+        parts.commits.start_after(manifest, checkpoints={})  # messages say what records hold
         for path in parts.paths:
             if read_only:  # what is missing shows when it is read, so that all else can be
                 parts.versions.grow(path.index, manifest.end_block(path.index))
@@ -721,7 +722,7 @@ def _check_replaceable(root: Path) -> None:
     if files.sequences() or files.checkpoint_names():
         raise StoreError(
             f"cannot create store `{root}`: expected no commit there, found one; "
-            "open it (resume), or use another directory"
+            "go on with it (`resume=True`, `--resume auto`), or use another directory"
         )
     foreign = [name for name in names if not _is_own(name)]
     if foreign or (names and OWNER_FILE not in names):
