@@ -25,7 +25,7 @@ from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order, resolve_striping
-from offload.sizes import parse_duration
+from offload.sizes import parse_duration, parse_size
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
@@ -38,6 +38,7 @@ from offload.storage.store_stats import PathStats
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
+from offload.streaming.unit_modules import UnitRules
 from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
@@ -73,6 +74,9 @@ class SessionStats:
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int | None = None
+    registered_bytes: int = 0
+    """Of slots and windows that the kernel was told of beforehand, so that it does not look their
+    pages up at each transfer; 0 where no path uses io_uring or RLIMIT_MEMLOCK does not allow it."""
     completed_steps: int = 0
     committed_step: int | None = None
     paths: tuple[PathStats, ...] = ()
@@ -105,6 +109,9 @@ class Session:
             what `proportional` striping goes by, and `adaptive` until it has measured, where the
             machine's profile, `machine.toml`, lacks a path.
 
+        units: Which parameters move together, as under `units` in a config, such as
+            `{"classes": ["Block"]}` or `{"largest": "64MiB"}`.
+
     Raises:
         ConfigError: A value is wrong.
     """
@@ -125,6 +132,7 @@ class Session:
         store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
         path_rates: Sequence[float] = (),
+        units: Mapping[str, Any] | None = None,
     ) -> None:
         overrides = {
             "tiers.device.kind": device,
@@ -136,6 +144,7 @@ class Session:
             "optimizer.name": optimizer,
             "optimizer.codec": codec,
             "train.gradient_dtype": gradient_dtype,
+            **{f"units.{key}": value for key, value in (units or {}).items()},
         }
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
         if resume not in (True, False, "auto"):
@@ -153,8 +162,10 @@ class Session:
         self._device: Device | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
+        self._beside: list[WrappedModel] = []
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
+        self._registered_bytes = 0
         self._is_open = False
         self.metadata: dict[str, Any] | None = None
         """What the commit that was resumed was given; None for a new store."""
@@ -194,7 +205,9 @@ class Session:
 
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
+        self._registered_bytes = 0
         wrapped, self._wrapped = self._wrapped, None
+        beside, self._beside = self._beside, []
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
         drain, self._drain = self._drain, None
@@ -212,8 +225,9 @@ class Session:
                 stack.callback(building.finish)
             if drain is not None:
                 stack.callback(drain.close)
-            if wrapped is not None:
-                stack.callback(wrapped.close)
+            for each in [wrapped, *beside]:
+                if each is not None:
+                    stack.callback(each.close)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -233,16 +247,34 @@ class Session:
         with self._building.active():
             yield
 
-    def wrap(self, model: nn.Module, training: bool = True) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        training: bool = True,
+        *,
+        name: str | None = None,
+        units: Mapping[str, Any] | None = None,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+    ) -> nn.Module:
         """Moves the model's parameters to their tiers, in place, and returns the model.
 
+        Models share the session's budgets. One of them is trained, committed and resumed; each
+        other has a name and `training=False`, and takes only what it needs and what is fetched
+        ahead. Wrap those first, or leave them room by `host_memory` and `device_memory`.
+
         Args:
-            model: Built on the CPU. Its parameters are those of the store when resuming.
+            model: Built on the CPU. Without a name its parameters are those of the store when
+                resuming.
             training: False keeps no gradients and no optimizer state.
+            name: Of a model beside the one that is trained, such as `"reference"`.
+            units: Keys of `units` in a config, such as `{"classes": ["Block"]}`, for this model.
+            host_memory: The most of the host's budget; by default what other models have left.
+            device_memory: The most of the device's budget.
 
         Raises:
             PlanError: The model does not fit the budget; the message names the smallest.
-            StoreError: The session has a model already, or the store holds another.
+            StoreError: The session has such a model already, or the store holds another.
         """
         self._require_open("wrap a model")
         if not isinstance(model, nn.Module):
@@ -254,20 +286,16 @@ class Session:
                 "cannot wrap a model that another session has wrapped: expected a plain model; "
                 "close that session, or build another model"
             )
-        if self._wrapped is not None:
-            raise StoreError(
-                "cannot wrap a second model: a session has one in this version; open another "
-                "session with a store of its own"
-            )
+        self._require_place(training, name)
         assert self._kernels is not None
         wrapped = WrappedModel(
             model,
-            options=self._wrap_options(training),
+            options=self._wrap_options(training, name, units, host_memory, device_memory),
             store=self._store,
             kernels=self._kernels,
             order=resolve_order(self.config.policy.order),
             building=self._building,
-            resume=self._resume_point,
+            resume=self._resume_point if name is None else None,
             device=self._device,
         )
         try:
@@ -275,7 +303,11 @@ class Session:
         except BaseException:
             wrapped.close()
             raise
-        self._wrapped = wrapped
+        self._register(wrapped.transfer_memory)
+        if name is None:
+            self._wrapped = wrapped
+        else:
+            self._beside.append(wrapped)
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
@@ -420,8 +452,9 @@ class Session:
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
-            host_peak_bytes=wrapped.host_peak_bytes,
-            device_peak_bytes=wrapped.device_peak_bytes,
+            registered_bytes=self._registered_bytes,
+            host_peak_bytes=sum(each.host_peak_bytes for each in [wrapped, *self._beside]),
+            device_peak_bytes=self._device_peak_bytes(),
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
             paths=io.paths if io else (),
@@ -505,6 +538,12 @@ class Session:
             )
         return rates
 
+    def _register(self, memory: memoryview) -> None:
+        """Tells the kernel of memory that every step moves; without that all goes on the same."""
+        if memory:
+            is_used = [engine.register(memory) for engine in self._engines]
+            self._registered_bytes += len(memory) if any(is_used) else 0
+
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint
         if options.drain is not None:
@@ -557,12 +596,21 @@ class Session:
         names = parameters_by_record(layout).get(record)
         return f"parameters {names}" if names else "no parameter of the model"
 
-    def _wrap_options(self, training: bool) -> WrapOptions:
+    def _wrap_options(
+        self,
+        training: bool,
+        name: str | None,
+        units: Mapping[str, Any] | None,
+        host_memory: str | int | None,
+        device_memory: str | int | None,
+    ) -> WrapOptions:
         config = self.config
+        if units is not None:
+            config = _resolve(config, {f"units.{key}": value for key, value in units.items()})
         on_storage = config.offload
         return WrapOptions(
-            budget_bytes=self._budget_bytes,
-            device_budget_bytes=config.tiers.device.memory,
+            budget_bytes=self._left(self._budget_bytes, "host", host_memory),
+            device_budget_bytes=self._left(config.tiers.device.memory, "device", device_memory),
             parameters="storage"
             if on_storage and config.policy.parameters == "storage"
             else "host",
@@ -573,8 +621,48 @@ class Session:
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,
+            units=UnitRules.of(config.units),
+            name=name,
             overlap=config.policy.overlap if config.offload else "none",
         )
+
+    def _require_place(self, training: bool, name: str | None) -> None:
+        if name is None and self._wrapped is not None:
+            raise StoreError(
+                "cannot wrap a second model without a name: the session has one; wrap it with "
+                '`training=False, name="reference"`, or open another session with a store of its '
+                "own"
+            )
+        if name is None:
+            return
+        if training:
+            raise ConfigError(
+                f"cannot train model `{name}`: a session trains the model that has no name; wrap "
+                "it with `training=False`, or without `name`"
+            )
+        require_checkpoint_name(name)
+        if any(each.options.name == name for each in self._beside):
+            raise StoreError(
+                f"cannot wrap a second model `{name}`: the session has one; choose another name"
+            )
+
+    def _device_peak_bytes(self) -> int | None:
+        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
+        peaks = [each.device_peak_bytes for each in models]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if known else None
+
+    def _left(self, whole: int | None, tier: str, limit: str | int | None) -> int | None:
+        """Returns what a model may have of a tier's budget."""
+        if whole is None:
+            return None
+        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
+        taken = sum(
+            each.plan.planned_bytes if tier == "host" else each.device_plan.planned_bytes
+            for each in models
+        )
+        left = max(whole - taken, 0)
+        return left if limit is None else min(left, parse_size(limit))
 
     def _make_device(self) -> Device:
         tier = self.config.tiers.device

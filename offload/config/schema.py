@@ -164,6 +164,20 @@ class OptimizerConfig(Section):
         return self.matrices if self.name == "muon" else ()
 
 
+class UnitsConfig(Section):
+    """Which parameters move together, where module lists do not tell."""
+
+    modules: Patterns = ()
+    """Globs of module names, such as `"encoder.*"`: each module that matches is a unit."""
+    classes: Patterns = ()
+    """Globs of class names: each module of such a class is a unit."""
+    largest: Size | None = None
+    """A module with more bytes of parameters is divided into those inside it, if it has any."""
+    smallest: Size | None = None
+    """A unit with fewer bytes joins a neighbour outside module lists; without it the limit is one
+    64th of the largest unit."""
+
+
 class DeviceTierConfig(Section):
     """Where the model computes."""
 
@@ -314,6 +328,8 @@ class Config(Section):
     """How long and in what steps it is trained."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it is updated."""
+    units: UnitsConfig = UnitsConfig()
+    """Which parameters move together."""
     tiers: TiersConfig = TiersConfig()
     """The levels of memory."""
     policy: PolicyConfig

@@ -92,6 +92,8 @@ class Residency:
         unit = self.units[index]
         if unit.num_holds == 0 or unit.state is not CopyState.CLEAN:
             self.fetch(unit)
+        if unit.num_holds == 0 and torch.is_grad_enabled():
+            unit.note_references()
         unit.num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
@@ -103,6 +105,10 @@ class Residency:
         unit = self.units[index]
         unit.num_holds -= 1
         if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
+            if torch.is_grad_enabled():
+                unit.find_kept()
+            if unit.kept_names:
+                return
             following = self.trace.next_access()
             if following != Access(unit=index, is_backward=False):
                 self.evict(unit)
@@ -193,7 +199,7 @@ class Residency:
     def evict_used(self) -> None:
         """Takes out what an earlier pass left behind; what is prefetched stays."""
         for unit in self.units:
-            if unit.was_used and unit.num_holds == 0:
+            if unit.was_used and unit.num_holds == 0 and not unit.kept_names:
                 self.evict(unit)
 
     def capture_edits(self, unit: StreamedUnit) -> None:
@@ -278,6 +284,7 @@ class Residency:
             for unit in self.units
             if unit.num_holds == 0
             and unit is not keep
+            and not unit.kept_names
             and unit.base is not None
             and unit.base.numel()
             and unit.state is not CopyState.ABSENT
@@ -286,10 +293,12 @@ class Residency:
 
     def _no_slot(self, unit: StreamedUnit) -> str:
         held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in self.units if u.num_holds)
+        kept = ", ".join(f"`{name}`" for u in self.units for name in u.kept_names)
         return (
             f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
             f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
-            "kept by tensors that still point into them (views of parameters that were kept); "
+            f"kept by {f'whoever keeps {kept}, or ' if kept else ''}tensors that still point into "
+            "them (views of parameters that were kept); "
             f"drop those, or raise `tiers.{'host' if self._device.is_unified else 'device'}.memory`"
         )
 

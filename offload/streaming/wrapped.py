@@ -43,6 +43,7 @@ from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.unit import StreamedUnit
+from offload.streaming.unit_modules import UnitRules
 from offload.streaming.write_back import write_dirty
 
 logger = logging.getLogger("offload.streaming")
@@ -56,6 +57,9 @@ class WrapOptions:
         budget_bytes: Of the host tier; None: as much as the model needs.
         device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
+        units: What the user says about units.
+        name: Of a model that is kept beside the one that is trained: it takes no more of the
+            budgets than what it needs and what is fetched ahead.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
@@ -69,6 +73,8 @@ class WrapOptions:
     gradient_dtype: Literal["parameter", "float32"]
     prefetch_distance: int
     is_training: bool
+    units: UnitRules | None = None
+    name: str | None = None
     overlap: str = "none"
 
 
@@ -134,7 +140,9 @@ class WrappedModel:
             PlanError: The budget is too small; nothing was moved.
             StoreError: The resumed store holds another model.
         """
-        discovered = discover_units(self.model)
+        discovered = discover_units(self.model, self.options.units)
+        if self.options.name is not None:
+            discovered.prefix_units(f"{self.options.name}/")
         self.layout = self._lay_out(discovered)
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
@@ -289,6 +297,11 @@ class WrappedModel:
         return self._memory.budget.peak_bytes
 
     @property
+    def transfer_memory(self) -> memoryview:
+        """Slots and windows: the memory that the I/O engine moves all the time; may be empty."""
+        return self._memory.transfers
+
+    @property
     def device_peak_bytes(self) -> int | None:
         """Most bytes leased at one time on the device; None where host arenas are its arenas."""
         return None if self._device_memory is None else self._device_memory.budget.peak_bytes
@@ -427,10 +440,19 @@ class WrappedModel:
             )
 
     def _make_plan(self, layout: ModelLayout) -> HostPlan:
+        budget = self.options.budget_bytes
+        if budget is not None and self.options.name is None:
+            return self._plan_within(layout, budget)
+        needed = self._plan_within(layout, UNBOUNDED_BYTES)
+        if budget is None or needed.planned_bytes > budget:
+            return needed if budget is None else self._plan_within(layout, budget)
+        return dataclasses.replace(needed, budget_bytes=budget)
+
+    def _plan_within(self, layout: ModelLayout, budget_bytes: int) -> HostPlan:
         options = self.options
         return plan_host(
             layout,
-            budget_bytes=UNBOUNDED_BYTES if options.budget_bytes is None else options.budget_bytes,
+            budget_bytes=budget_bytes,
             parameters=options.parameters,
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
@@ -442,9 +464,18 @@ class WrappedModel:
         )
 
     def _make_device_plan(self) -> DevicePlan:
+        budget = self.options.device_budget_bytes
+        if budget is None or self.options.name is None:
+            return self._device_plan_within(budget)
+        needed = self._device_plan_within(None)
+        if needed.planned_bytes > budget:
+            return self._device_plan_within(budget)
+        return dataclasses.replace(needed, budget_bytes=budget)
+
+    def _device_plan_within(self, budget_bytes: int | None) -> DevicePlan:
         return plan_device(
             self.layout,
-            budget_bytes=self.options.device_budget_bytes,
+            budget_bytes=budget_bytes,
             co_resident_units=self._co_resident_units,
             prefetch_distance=self.options.prefetch_distance,
             holds_all=self.options.budget_bytes is None,
@@ -504,7 +535,7 @@ class WrappedModel:
         elif self._memory.slots is not None:
             adoption.make_stored(self._memory.slots)
         if self._building is not None:
-            self._building.finish()
+            self._building.release(self.model)
         trim_heap()
         if self._state.records is not None and not self._is_resumed:
             # A resident fp32 master starts as its parameter, as an edited one does.

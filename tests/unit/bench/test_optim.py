@@ -10,6 +10,7 @@ from offload.bench.optim_plot import write_plot
 from offload.cli.app import run
 from offload.errors import ConfigError
 from offload.optim.kernels import kernel_names
+from offload.plan.machine_profile import read_profile
 
 pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
 
@@ -35,7 +36,9 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
 
     sizes = ["--parameters", "1e5", "--rounds", "1", "--threads", "1", "--threads", "2"]
     optimizers = ["--optimizer", "adamw", "--optimizer", "lion"]
-    code = run(["bench", "optim", *sizes, *optimizers, "--plot", str(plot), "--json"])
+    profile = tmp_path / "machine.toml"
+    files = ["--plot", str(plot), "--tune", "--machine", str(profile)]
+    code = run(["bench", "optim", *sizes, *optimizers, *files, "--json"])
 
     values = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -45,8 +48,14 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
     assert values["torch"].keys() >= {
         "fused_parameters_per_s",
         "fused_with_casts_parameters_per_s",
+        "fused_with_new_gradients_parameters_per_s",
     }
     assert plot.read_text().startswith("<svg")
+    known = read_profile(profile)
+    assert {(k.rule, k.codec, k.threads) for k in known.kernels} == {
+        (r["optimizer"], r["codec"], r["threads"]) for r in values["results"]
+    }
+    assert [memory.threads for memory in known.memory] == [1, 2]
 
 
 def test_bytes_are_those_that_the_pass_reads_and_writes():
@@ -65,6 +74,9 @@ def test_bytes_are_those_that_the_pass_reads_and_writes():
     for result in results:
         expected = 1000 * result.bytes_per_parameter / result.seconds
         assert result.bytes_per_s == pytest.approx(expected)
+        if result.bare_bytes_per_s is not None:
+            ratio = result.bytes_per_s / result.bare_bytes_per_s
+            assert result.ratio_to_bare == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(
