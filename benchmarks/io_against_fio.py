@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="--NAME=VALUE",
-        help="one more for fio, such as `--fio-option=--iomem=shmhuge` where huge pages are reserved",
+        help="one more for fio, as `--fio-option=--iomem=shmhuge` where huge pages are reserved",
     )
     parser.add_argument("--quick", action="store_true", help="a small sweep: tries the script")
     parser.add_argument("--json", type=Path)
