@@ -105,8 +105,6 @@ class PathState:
     """Bytes that go in and out again each second, as measured lately; None: not yet known."""
     nominal_bytes_per_s: float | None
     """The same from the machine's profile; None: there is none."""
-    live_blocks: int = 0
-    """Blocks that a version needs: what is read in a step and written again, or twice that."""
 
 
 @runtime_checkable

@@ -15,71 +15,29 @@ from offload.policy import PathState
 class Adaptive:
     """Shares by what each path has delivered lately, so that all end at the same time.
 
-    [Note: steady shares] The next step reads what this one places, in the same order and with a
-    window of a few records. Were shares to waver from record to record, one path after the other
-    would be the slowest there, though on the whole each has what it can move. So shares stay as
-    they are for as many blocks as the paths hold, unless rates say clearly otherwise; then the mean
-    of the queues since tells what rates get wrong: a path whose queue takes longer to drain than
-    the others' gets a little less. One that would take much longer than the shortest is behind,
-    whatever its rate was: its share is halved until it has caught up.
-
-    A path that has not been measured yet counts as the mean of the others.
+    A path that has not been measured yet counts as the mean of the others. Queues correct what
+    rates get wrong: a path whose queue takes longer to drain than the others' gets a little less.
+    One that would take much longer than the shortest is behind, whatever its rate was: its share
+    is halved until it has caught up.
     """
 
     name = "adaptive"
 
     def __init__(self) -> None:
         self._credits = _Credits()
-        self._shares: list[float] = []
-        self._drain_s: list[float] = []  # sums since the shares were set
-        self._num_splits = 0
-        self._given_blocks = 0
 
     def split(self, num_blocks: int, paths: Sequence[PathState]) -> Sequence[int]:
-        """Returns the blocks by path, in proportion to steady shares."""
+        """Returns the blocks by path, in proportion to recent rates."""
         rates = _filled([_latest(path) for path in paths])
         drain_s = [
             path.queued_bytes / rate + _LEAST_DRAIN_S if rate else 0.0
             for path, rate in zip(paths, rates, strict=True)
         ]
-        self._follow(_normalised(rates), drain_s)
-        self._given_blocks += num_blocks
-        if self._given_blocks >= max(sum(path.live_blocks for path in paths), _LEAST_BLOCKS):
-            self._correct(_normalised(rates))
         shares = [
-            share * (0.5 if _is_behind(seconds, drain_s) else 1.0)
-            for share, seconds in zip(self._shares, drain_s, strict=True)
+            rate * _correction(seconds, drain_s)
+            for rate, seconds in zip(rates, drain_s, strict=True)
         ]
         return self._credits.spend(num_blocks, _usable(shares, paths))
-
-    def _follow(self, wanted: Sequence[float], drain_s: Sequence[float]) -> None:
-        """Takes over the shares by the rates where they are clearly others than those in use."""
-        is_known = len(self._shares) == len(wanted)
-        if not is_known or _differs(wanted, self._shares, by=_CLEARLY):
-            self._set(wanted)
-        self._num_splits += 1
-        for index, seconds in enumerate(drain_s):
-            self._drain_s[index] += seconds
-
-    def _correct(self, wanted: Sequence[float]) -> None:
-        """Moves the shares half the way to what rates and queues have said since they were set."""
-        mean_s = [total / self._num_splits for total in self._drain_s]
-        corrected = _normalised(
-            [
-                share * _correction(seconds, mean_s)
-                for share, seconds in zip(wanted, mean_s, strict=True)
-            ]
-        )
-        if _differs(corrected, self._shares, by=_NOISE):
-            middle = [(a + b) / 2 for a, b in zip(corrected, self._shares, strict=True)]
-            self._set(_normalised(middle))
-        else:
-            self._set(self._shares)
-
-    def _set(self, shares: Sequence[float]) -> None:
-        self._shares = list(shares)
-        self._drain_s = [0.0] * len(shares)
-        self._num_splits = self._given_blocks = 0
 
 
 class Proportional:
@@ -182,33 +140,15 @@ _MOST_CORRECTION = 1.15
 """A share is corrected gently: what is taken from a path now it lacks in the next step's reads."""
 
 
-_CLEARLY = 0.15
-"""So much other than the share in use, in parts of it, is no chance: a path's rate has changed."""
-_NOISE = 0.02
-"""Less than this is not worth that the steps to come read from two placements."""
-_LEAST_BLOCKS = 64
-
-
 def _correction(seconds: float, drain_s: Sequence[float]) -> float:
-    """Returns the factor for a path whose queue drained in `seconds` on the mean."""
+    """Returns the factor for a path whose queue drains in `seconds`."""
+    if seconds > _BEHIND_FACTOR * min(drain_s) + _BEHIND_S:
+        return 0.5
     if not seconds:
         return 1.0
     mean_s = sum(drain_s) / len(drain_s)
     correction = math.pow(mean_s / seconds, _GAIN)
     return min(max(correction, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
-
-
-def _is_behind(seconds: float, drain_s: Sequence[float]) -> bool:
-    return seconds > _BEHIND_FACTOR * min(drain_s) + _BEHIND_S
-
-
-def _normalised(values: Sequence[float]) -> list[float]:
-    total = sum(values)
-    return [value / total if total else 1 / len(values) for value in values]
-
-
-def _differs(found: Sequence[float], shares: Sequence[float], *, by: float) -> bool:
-    return any(abs(a - b) > by * b for a, b in zip(found, shares, strict=True))
 
 
 def _filled(rates: Sequence[float | None]) -> list[float]:

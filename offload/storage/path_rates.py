@@ -2,12 +2,9 @@
 
 [Note: busy intervals] Counters are looked at whenever a transfer is submitted. A path that has
 bytes in flight at such a moment had some ever since the last one, as nothing was submitted in
-between: it was busy for all of that interval, and the bytes that it moved say what it can do. That
-has to hold for both directions: a path that only reads, or only writes, for want of the other moves
-half of what it can do if it does both at a time, and more than its part if it does them in turns.
-So where there are intervals with both, only these count.
-Where nothing is in flight any more in one of them, when it ran dry is not known, and the interval
-says only that the path can do at least as much.
+between: it was busy for all of that interval, and the bytes that it moved say what it can do. Where
+nothing is in flight any more, when it ran dry is not known, and the interval says only that the
+path can do at least as much.
 
 [Note: both directions in one rate] Every record that is read is written again, so over a step each
 path moves about as much in as out, whatever share of the records it has; the bytes of both over the
@@ -20,7 +17,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from offload.sizes import MIB
@@ -29,12 +25,6 @@ _LEAST_MEMORY_BYTES = 64 * MIB
 _STALL_MEMORY_S = 5.0
 """What was measured is forgotten after this much busy time too, so that a path that stands still
 falls back."""
-_LEAST_BOTH = 0.05
-"""Of the busy time that is remembered; where both directions are seldom busy at a time, as in the
-first step, which only writes, one of them has to do."""
-_LEAST_WINDOW_S = 0.03
-"""Transfers are counted piece by piece: over less time than a few pieces take, no piece or one is
-nothing or a multiple of the rate."""
 _CLEARLY_FASTER = 2.0
 """An interval in which a path ran dry counts from here on: below, it may be chance."""
 
@@ -80,10 +70,10 @@ class PathRates:
         with self._lock:
             self._note()
 
-    def submitted(self, path_index: int, num_bytes: int, *, is_write: bool) -> None:
+    def submitted(self, path_index: int, num_bytes: int) -> None:
         """Says what was submitted to a path."""
         with self._lock:
-            self._paths[path_index].submitted[is_write] += num_bytes
+            self._paths[path_index].submitted += num_bytes
 
     def queued_bytes(self, path_index: int) -> int:
         """Returns what is submitted and not done, both ways."""
@@ -110,98 +100,34 @@ class _Path:
 
     def __init__(self, counters: Callable[[], Moved]) -> None:
         self._counters = counters
-        self.submitted = [0, 0]  # to be read, to be written
-        self._seen: tuple[int, int] | None = None
-        self._start = (0, 0)  # of the counters when the store was opened
-        self._both = _Recent()  # while both directions were busy
-        self._any = _Recent()  # while one of them was
-        self._window = _Window()
+        self.submitted = 0
+        self._seen: int | None = None
+        self._start = 0  # of the counters when the store was opened
+        self._bytes = 0.0
+        self._busy_s = 0.0
 
     @property
     def queued(self) -> int:
-        return sum(self._queued())
-
-    def _queued(self) -> list[int]:
-        """Returns what is submitted and not done: to be read, and to be written."""
-        seen = self._start if self._seen is None else self._seen
-        return [
-            max(submitted - (done - start), 0)
-            for submitted, done, start in zip(self.submitted, seen, self._start, strict=True)
-        ]
+        return max(self.submitted - ((self._seen or 0) - self._start), 0)
 
     def look(self, elapsed_s: float, *, memory_bytes: int) -> None:
         moved = self._counters()
-        now = (moved.read_bytes, moved.write_bytes)
+        moved_bytes = moved.read_bytes + moved.write_bytes
         if self._seen is None:
-            self._seen = self._start = now
+            self._seen = self._start = moved_bytes
             return
-        were_queued = self._queued()
-        delta = sum(now) - sum(self._seen)
-        self._seen = now
-        if elapsed_s <= 0:
-            return
-        queued = self._queued()
-        window = self._window
-        window.bytes += delta
-        window.seconds += elapsed_s
-        if any(were_queued) and any(queued):
-            window.any_bytes += delta
-            window.any_s += elapsed_s
-        if all(were_queued) and all(queued):
-            window.both_bytes += delta
-            window.both_s += elapsed_s
-        if window.seconds >= _LEAST_WINDOW_S:
-            self._end_window(window, memory_bytes)
-            self._window = _Window()
-
-    def _end_window(self, window: "_Window", memory_bytes: int) -> None:
-        if not window.bytes and not window.any_s:
+        was_busy = self.queued > 0
+        delta = moved_bytes - self._seen
+        self._seen = moved_bytes
+        if not was_busy or elapsed_s <= 0:
             return
         rate = self.rate()
-        kept = math.exp(-window.bytes / memory_bytes - window.any_s / _STALL_MEMORY_S)
-        if rate is None or window.bytes / window.seconds > _CLEARLY_FASTER * rate:
-            self._any.add(window.bytes, window.seconds, kept=kept)
-        elif window.any_s:
-            self._any.add(window.any_bytes, window.any_s, kept=kept)
-        if window.both_s:
-            self._both.add(window.both_bytes, window.both_s, kept=kept)
-        else:  # what time in one direction moves says nothing of both, but makes it older
-            self._both.fade(math.exp(-window.seconds / _STALL_MEMORY_S))
+        is_faster = rate is None or delta / elapsed_s > _CLEARLY_FASTER * rate
+        if self.queued or is_faster:
+            kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
+            self._bytes = self._bytes * kept + delta
+            self._busy_s = self._busy_s * kept + elapsed_s
 
     def rate(self) -> float | None:
         """Returns bytes/s of both directions together."""
-        if self._both.busy_s >= _LEAST_BOTH * self._any.busy_s:
-            return self._both.rate()
-        return self._any.rate()
-
-
-@dataclass(slots=True)
-class _Window:
-    """What a path did in a stretch of time that is long against a piece."""
-
-    bytes: int = 0
-    seconds: float = 0.0
-    any_bytes: int = 0  # in intervals at whose ends it was busy in a direction
-    any_s: float = 0.0
-    both_bytes: int = 0  # in both
-    both_s: float = 0.0
-
-
-class _Recent:
-    """Bytes and busy time, of which what is older counts for less."""
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self._bytes = 0.0
-
-    def add(self, num_bytes: int, seconds: float, *, kept: float) -> None:
-        self.fade(kept)
-        self._bytes += num_bytes
-        self.busy_s += seconds
-
-    def fade(self, kept: float) -> None:
-        self._bytes *= kept
-        self.busy_s *= kept
-
-    def rate(self) -> float | None:
-        return self._bytes / self.busy_s if self.busy_s else None
+        return self._bytes / self._busy_s if self._busy_s else None

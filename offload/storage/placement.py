@@ -118,7 +118,6 @@ class Placement:
             queued_bytes=self._rates.queued_bytes(path.index),
             round_trip_bytes_per_s=self._rates.round_trip_bytes_per_s(path.index),
             nominal_bytes_per_s=path.config.nominal_bytes_per_s,
-            live_blocks=self._versions.num_taken_on(path.index),
         )
 
     def _grow(self, path: OpenPath, num_blocks: int, needed: int) -> None:

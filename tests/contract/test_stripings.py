@@ -10,14 +10,13 @@ from offload.policy import PathState, Striping, resolve_striping
 MIB = 1 << 20
 
 
-def path(rate=None, *, nominal=None, queued=0, available=10_000, live=0):
+def path(rate=None, *, nominal=None, queued=0, available=10_000):
     return PathState(
         available_blocks=available,
         block_bytes=MIB,
         queued_bytes=queued,
         round_trip_bytes_per_s=rate,
         nominal_bytes_per_s=nominal,
-        live_blocks=live,
     )
 
 
@@ -105,28 +104,12 @@ class TestAdaptive(StripingLaws):
     def test_a_path_whose_queue_does_not_drain_is_given_half_at_most(self, striping):
         found = shares(striping, [path(2e8), path(2e8, queued=400 << 20)])
 
-        assert 0.27 < found[1] < 0.34
+        assert 0.29 < found[1] < 0.34
 
     def test_a_longer_queue_corrects_the_share_a_little(self, striping):
         found = shares(striping, [path(2e8, queued=20 << 20), path(2e8, queued=30 << 20)])
 
-        assert 0.46 < found[1] < 0.495
-
-    def test_rates_that_waver_do_not_move_the_shares_within_what_the_paths_hold(self, striping):
-        draw = random.Random(0)
-
-        def wavering(rate):
-            return path(rate * draw.uniform(0.97, 1.03), queued=draw.randrange(30 << 20), live=3000)
-
-        striping.split(600, [wavering(4e8), wavering(2e8)])
-        first = self.given(striping, wavering)
-        second = self.given(striping, wavering)
-
-        assert first == pytest.approx(second, abs=1)
-
-    def given(self, striping, wavering):
-        counts = [striping.split(10, [wavering(4e8), wavering(2e8)]) for _ in range(20)]
-        return [sum(each) for each in zip(*counts, strict=True)]
+        assert 0.46 < found[1] < 0.49
 
     def test_a_path_that_stands_still_is_tried_again_now_and_then(self, striping):
         found = shares(striping, [path(2e8), path(0.0)])
