@@ -1,6 +1,6 @@
 """The plan of a run: whether it fits, bytes per tier, and what a step will move."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.errors import PlanError
@@ -33,6 +33,10 @@ class RunPlan:
     num_paths: int = 1
     warnings: tuple[str, ...] = ()
     """What makes the run less safe than it could be."""
+    activations: dict[str, str] = field(default_factory=dict)
+    """What becomes of activations."""
+    outside_budgets: dict[str, int | None] = field(default_factory=dict)
+    """Bytes that no budget covers, by what they are for; None where they are not bounded."""
     commits: CommitForecast | None = None
     """None where there are none."""
     machine: Machine | None = None
@@ -85,6 +89,8 @@ class RunPlan:
                 },
             },
             "policy": self.policy,
+            "activations": self.activations,
+            "outside_budgets": self.outside_budgets,
             "warnings": list(self.warnings),
             "drive_steps": self._drive_steps(),
             "parameters": self.layout.num_parameters,

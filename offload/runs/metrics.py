@@ -38,6 +38,8 @@ class StepMetrics:
     achieved_over_bound: float | None
     committed: int | None
     """The step of the newest closed commit when the line was written."""
+    activation_offload_bytes: int = 0
+    """Of saved activations that were moved to host memory or storage."""
     skipped: bool = False
     """True where the norm was not finite: the state is untouched."""
     validation_loss: float | None = None

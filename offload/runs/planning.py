@@ -10,6 +10,7 @@ from typing import Literal, cast
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
@@ -18,7 +19,8 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
-from offload.runs.model import build_meta_model
+from offload.runs.gpt import logits_workspace_bytes
+from offload.runs.model import build_meta_model, gpt_shape
 from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
@@ -56,6 +58,11 @@ def plan_run(
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
         device=_plan_device(config, layout, discovered),
+        activations={
+            "checkpoint": config.activations.checkpoint,
+            "offload": config.activations.offload if config.offload else "none",
+        },
+        outside_budgets=_outside_budgets(config, layout),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
@@ -145,6 +152,11 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
         is_unified=config.tiers.device.kind == "cpu",
+        activations=plan_activations(
+            config.activations.offload,
+            memory_bytes=config.activations.memory,
+            threshold_bytes=config.activations.threshold,
+        ),
     )
 
 
@@ -187,6 +199,24 @@ def _plan_storage(
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,
     )
+
+
+def _outside_budgets(config: Config, layout: ModelLayout) -> dict[str, int | None]:
+    """Returns what no budget covers, in bytes; None where it is not bounded."""
+    model, itemsize = config.model, 4 if config.model.dtype == "float32" else 2
+    shape = gpt_shape(model) if model.factory is None else None
+    one_input = config.train.batch * model.context * model.width * itemsize
+    moved = config.offload and config.activations.offload != "none"
+    is_moved = moved and one_input >= config.activations.threshold
+    return {
+        "block_inputs": None if shape is None else 0 if is_moved else model.layers * one_input,
+        "logits": None
+        if shape is None
+        else logits_workspace_bytes(shape, batch=config.train.batch, length=model.context),
+        "gradients_on_their_way": max((unit.num_bytes for unit in layout.units), default=0),
+        "activations_within_blocks": None,
+        "library_workspaces": None,
+    }
 
 
 def _warnings(config: Config, directories: Sequence[Path]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from offload.storage.path_rates import PathRates
 from offload.storage.placement import Placement
 from offload.storage.record_transfers import RecordTransfers
 from offload.storage.room import Room
+from offload.storage.spill import SPILL_NAME
 from offload.storage.store_paths import OpenPath, PathEngine, PathUse, StorePath
 from offload.storage.tickets import StoreTicket
 from offload.storage.versions import VersionTable
@@ -738,14 +739,18 @@ def _not_replaceable(root: Path, found: str) -> StoreError:
 def _is_own(name: str) -> bool:
     is_manifest = is_manifest_name(name) or is_checkpoint_file(name)
     # The owner file has companions for a moment, see `heartbeat.silent_s`.
-    return name.startswith(OWNER_FILE) or is_manifest or is_data_file_name(name)
+    return name.startswith(OWNER_FILE) or is_manifest or _is_data(name)
+
+
+def _is_data(name: str) -> bool:
+    return is_data_file_name(name) or name == SPILL_NAME
 
 
 def _delete_leftovers(root: Path) -> None:
     """Deletes what a run left that ended before its first commit."""
     ManifestFiles(root).delete_temporaries()
     for path in root.iterdir():
-        if is_data_file_name(path.name):
+        if _is_data(path.name):
             path.unlink()
 
 

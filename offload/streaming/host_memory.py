@@ -22,6 +22,7 @@ class HostMemory:
         slots: Unit slots, or None where parameters are resident.
         states: Slots of records, in the window and cached; None where the state is resident.
         parameters: Slots of a record's parameters in the window; None where they are resident.
+        activations: Slots of pieces of activations; None where none are moved.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -35,6 +36,7 @@ class HostMemory:
         slots = arena.take(plan.slot_bytes * plan.num_slots)
         states = arena.take(plan.state_buffer_bytes * (plan.num_buffers + plan.num_cached))
         parameters = arena.take(plan.parameter_buffer_bytes * plan.num_buffers)
+        activations = arena.take(plan.activation_bytes)
         self.budget.lease(plan.gradient_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
@@ -43,6 +45,7 @@ class HostMemory:
         self.parameters = self._pool(
             parameters, plan.parameter_buffer_bytes, "parameters of records"
         )
+        self.activations = self._pool(activations, plan.activation_slot_bytes, "activations")
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:
         """Returns the resident flat shards by name, each padded to the transfer alignment."""

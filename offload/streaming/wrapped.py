@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,8 +33,11 @@ from offload.optim.written import written_by_commit, written_until_commit
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order
+from offload.storage.spill import Spill
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
+from offload.streaming.activation_store import ActivationCounters, ActivationStore
+from offload.streaming.activations import ActivationOptions, Activations
 from offload.streaming.adoption import Adoption
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
@@ -72,6 +75,7 @@ class WrapOptions:
     gradient_dtype: Literal["parameter", "float32"]
     prefetch_distance: int
     is_training: bool
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
 
 
 class WrappedModel:
@@ -93,6 +97,7 @@ class WrappedModel:
         building: Building | None = None,
         resume: CommitHead | None = None,
         device: Device | None = None,
+        make_spill: Callable[[int], Spill] | None = None,
     ) -> None:
         self.model = model
         self.device = CpuDevice() if device is None else device
@@ -108,6 +113,8 @@ class WrappedModel:
         self._building = building
         self._resume = resume
         self._is_resumed = resume is not None
+        self._make_spill = make_spill
+        self._activations: Activations | None = None
         self._failure: BaseException | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -143,10 +150,13 @@ class WrappedModel:
         if self._is_streamed:
             move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
+        self._attach_activations(discovered)
         self._note_versions()
 
     def close(self) -> None:
         """Detaches from the model's modules; may be called again."""
+        if self._activations is not None:
+            self._activations.close()
         if self._gradients is not None:
             self._gradients.close()
         if self._streamed is not None:
@@ -230,12 +240,18 @@ class WrappedModel:
     @property
     def io_wait_s(self) -> float:
         waited = self._pipeline.io_wait_s
-        return waited + (self._residency.counters.io_wait_s if self._residency else 0.0)
+        waited += self._residency.counters.io_wait_s if self._residency else 0.0
+        return waited + self.activations.wait_s
 
     @property
     def cache_hit_bytes(self) -> int:
         """Of records that an update found in memory."""
         return self._pipeline.cache_hit_bytes
+
+    @property
+    def activations(self) -> ActivationCounters:
+        """What was moved of activations."""
+        return self._activations.counters if self._activations else ActivationCounters()
 
     @property
     def host_peak_bytes(self) -> int:
@@ -389,6 +405,7 @@ class WrappedModel:
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
             is_unified=self.device.is_unified,
+            activations=options.activations.plan,
         )
 
     def _make_device_plan(self) -> DevicePlan:
@@ -483,6 +500,21 @@ class WrappedModel:
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
+
+    def _attach_activations(self, discovered: DiscoveredModel) -> None:
+        options, slots = self.options.activations, self._memory.activations
+        if not self.options.is_training or not options.is_used:
+            return
+        store = None
+        if slots is not None:
+            spill = None
+            if options.offload == "storage":
+                assert self._make_spill is not None
+                spill = self._make_spill(slots.slot_bytes)
+                spill.open()
+            store = ActivationStore(slots=slots, device=self.device, spill=spill)
+        self._activations = Activations(self.model, discovered, options, store)
+        self._activations.open()
 
     def _make_tier(self) -> ParameterTier:
         if self._state.parameters is not None:
