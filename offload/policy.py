@@ -4,7 +4,7 @@ A policy is pure: it decides from its arguments alone, and others carry out what
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -40,6 +40,56 @@ def resolve_order(name: str) -> Order:
             "change `policy.order`"
         )
     return cast(Order, orders[name]())
+
+
+@runtime_checkable
+class Overlap(Protocol):
+    """Decides which record is updated next while a pass runs, and which are read ahead.
+
+    Records are numbered in layout order, as units are.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which `policy.overlap` selects it."""
+
+    def sequence(self, units: Sequence[Sequence[int]], upcoming: Sequence[int]) -> Sequence[int]:
+        """Returns the order in which records are updated if the pass goes as expected.
+
+        Args:
+            units: Those of each record.
+            upcoming: The units of the pass to come, by first use, as far as it is known.
+        """
+
+    def choose(self, waiting: Sequence[int], needed: Collection[int]) -> int:
+        """Returns which of the `waiting` records, in that order, comes next.
+
+        Args:
+            waiting: At least one.
+            needed: Those that the pass waits for now.
+        """
+
+    def prefetched(
+        self, sequence: Sequence[int], *, cached: Container[int], capacity: int
+    ) -> Sequence[int]:
+        """Returns at most `capacity` records to read before their update is asked for."""
+
+
+def resolve_overlap(name: str) -> Overlap | None:
+    """Returns the overlap that is called `name`; None for `none`: updates run by themselves.
+
+    Raises:
+        ConfigError: There is no such overlap.
+    """
+    if name == "none":
+        return None
+    overlaps = importlib.import_module("offload.policies.overlap").OVERLAPS
+    if name not in overlaps:
+        raise ConfigError(
+            f"cannot resolve `policy.overlap`: expected {_names(['none', *overlaps])}, found "
+            f"`{name}`; change `policy.overlap`"
+        )
+    return cast(Overlap, overlaps[name]())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

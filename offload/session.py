@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -26,20 +26,22 @@ from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.plan.activations import plan_activations
 from offload.policy import resolve_order, resolve_striping
-from offload.sizes import parse_duration
+from offload.sizes import parse_duration, parse_size
 from offload.storage.drain import Drain, drained_copies
 from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
 from offload.storage.spill import Spill
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore, PathStats
 from offload.storage.store_paths import StorePath
 from offload.storage.summary import has_commit
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
-from offload.streaming.wrapped import WrapOptions, WrappedModel
+from offload.streaming.unit_modules import UnitRules
+from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
 
@@ -60,6 +62,15 @@ class SessionStats:
     cache_hit_bytes: int = 0
     io_wait_s: float = 0.0
     update_s: float = 0.0
+    """In calls of `step`."""
+    update_wait_s: float = 0.0
+    """For which passes waited for updates that run under them."""
+    update_read_bytes: int = 0
+    """The part of `read_bytes` that updates read."""
+    moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
+    """The counters of when no update was pending last: differences are of whole steps."""
+    stalls: tuple[Stall, ...] = ()
+    """What the caller's thread waited for, longest first."""
     accesses: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
@@ -106,6 +117,9 @@ class Session:
             what `proportional` striping goes by, and `adaptive` until it has measured, where the
             machine's profile, `machine.toml`, lacks a path.
 
+        units: Which parameters move together, as under `units` in a config, such as
+            `{"classes": ["Block"]}` or `{"largest": "64MiB"}`.
+
     Raises:
         ConfigError: A value is wrong.
     """
@@ -126,6 +140,7 @@ class Session:
         store: str | Path | Sequence[str | Path] | None = None,
         resume: bool | Literal["auto"] = False,
         path_rates: Sequence[float] = (),
+        units: Mapping[str, Any] | None = None,
     ) -> None:
         overrides = {
             "tiers.device.kind": device,
@@ -137,6 +152,7 @@ class Session:
             "optimizer.name": optimizer,
             "optimizer.codec": codec,
             "train.gradient_dtype": gradient_dtype,
+            **{f"units.{key}": value for key, value in (units or {}).items()},
         }
         self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
         if resume not in (True, False, "auto"):
@@ -154,6 +170,7 @@ class Session:
         self._device: Device | None = None
         self._building: Building | None = None
         self._wrapped: WrappedModel | None = None
+        self._beside: list[WrappedModel] = []
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
         self._is_open = False
@@ -196,6 +213,7 @@ class Session:
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
         wrapped, self._wrapped = self._wrapped, None
+        beside, self._beside = self._beside, []
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
         drain, self._drain = self._drain, None
@@ -213,8 +231,9 @@ class Session:
                 stack.callback(building.finish)
             if drain is not None:
                 stack.callback(drain.close)
-            if wrapped is not None:
-                stack.callback(wrapped.close)
+            for each in [wrapped, *beside]:
+                if each is not None:
+                    stack.callback(each.close)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -234,16 +253,34 @@ class Session:
         with self._building.active():
             yield
 
-    def wrap(self, model: nn.Module, training: bool = True) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        training: bool = True,
+        *,
+        name: str | None = None,
+        units: Mapping[str, Any] | None = None,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+    ) -> nn.Module:
         """Moves the model's parameters to their tiers, in place, and returns the model.
 
+        Models share the session's budgets. One of them is trained, committed and resumed; each
+        other has a name and `training=False`, and takes only what it needs and what is fetched
+        ahead. Wrap those first, or leave them room by `host_memory` and `device_memory`.
+
         Args:
-            model: Built on the CPU. Its parameters are those of the store when resuming.
+            model: Built on the CPU. Without a name its parameters are those of the store when
+                resuming.
             training: False keeps no gradients and no optimizer state.
+            name: Of a model beside the one that is trained, such as `"reference"`.
+            units: Keys of `units` in a config, such as `{"classes": ["Block"]}`, for this model.
+            host_memory: The most of the host's budget; by default what other models have left.
+            device_memory: The most of the device's budget.
 
         Raises:
             PlanError: The model does not fit the budget; the message names the smallest.
-            StoreError: The session has a model already, or the store holds another.
+            StoreError: The session has such a model already, or the store holds another.
         """
         self._require_open("wrap a model")
         if not isinstance(model, nn.Module):
@@ -255,20 +292,16 @@ class Session:
                 "cannot wrap a model that another session has wrapped: expected a plain model; "
                 "close that session, or build another model"
             )
-        if self._wrapped is not None:
-            raise StoreError(
-                "cannot wrap a second model: a session has one in this version; open another "
-                "session with a store of its own"
-            )
+        self._require_place(training, name)
         assert self._kernels is not None
         wrapped = WrappedModel(
             model,
-            options=self._wrap_options(training),
+            options=self._wrap_options(training, name, units, host_memory, device_memory),
             store=self._store,
             kernels=self._kernels,
             order=resolve_order(self.config.policy.order),
             building=self._building,
-            resume=self._resume_point,
+            resume=self._resume_point if name is None else None,
             device=self._device,
             make_spill=self._make_spill if self._store is not None else None,
         )
@@ -277,7 +310,10 @@ class Session:
         except BaseException:
             wrapped.close()
             raise
-        self._wrapped = wrapped
+        if name is None:
+            self._wrapped = wrapped
+        else:
+            self._beside.append(wrapped)
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
@@ -407,20 +443,24 @@ class Session:
         counters = wrapped.residency.counters if wrapped.residency is not None else None
         accesses = counters.accesses if counters else 0
         hits = counters.prefetch_hits if counters else 0
-        by_commits = wrapped.commit_record_bytes
+        moved = wrapped.moved()
         activations = wrapped.activations
         return SessionStats(
-            read_bytes=io.read_bytes - wrapped.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - by_commits if io else 0,
-            commit_bytes=io.commit_bytes + by_commits if io else 0,
-            cache_hit_bytes=wrapped.cache_hit_bytes,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            cache_hit_bytes=moved.cache_hit_bytes,
+            moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
+            update_wait_s=wrapped.update_wait_s,
+            update_read_bytes=wrapped.update_read_bytes,
+            stalls=wrapped.stalls,
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
-            host_peak_bytes=wrapped.host_peak_bytes,
-            device_peak_bytes=wrapped.device_peak_bytes,
+            host_peak_bytes=sum(each.host_peak_bytes for each in [wrapped, *self._beside]),
+            device_peak_bytes=self._device_peak_bytes(),
             activation_offload_bytes=activations.offload_bytes,
             activation_kept_bytes=activations.kept_bytes,
             activation_hits=activations.hits,
@@ -461,8 +501,8 @@ class Session:
         if "storage" in (policy.parameters, policy.optimizer, self.config.activations.offload):
             raise ConfigError(
                 "cannot keep parameters, optimizer state or activations on storage: expected a "
-                "directory in `paths` or `store`, found none; name one, or choose `policy={'parameters': "
-                "'host', 'optimizer': 'host'}`"
+                "directory in `paths` or `store`, found none; name one, or choose "
+                "`policy={'parameters': 'host', 'optimizer': 'host'}`"
             )
         return []
 
@@ -558,12 +598,21 @@ class Session:
         names = parameters_by_record(layout).get(record)
         return f"parameters {names}" if names else "no parameter of the model"
 
-    def _wrap_options(self, training: bool) -> WrapOptions:
+    def _wrap_options(
+        self,
+        training: bool,
+        name: str | None,
+        units: Mapping[str, Any] | None,
+        host_memory: str | int | None,
+        device_memory: str | int | None,
+    ) -> WrapOptions:
         config = self.config
+        if units is not None:
+            config = _resolve(config, {f"units.{key}": value for key, value in units.items()})
         on_storage = config.offload
         return WrapOptions(
-            budget_bytes=self._budget_bytes,
-            device_budget_bytes=config.tiers.device.memory,
+            budget_bytes=self._left(self._budget_bytes, "host", host_memory),
+            device_budget_bytes=self._left(config.tiers.device.memory, "device", device_memory),
             parameters="storage"
             if on_storage and config.policy.parameters == "storage"
             else "host",
@@ -575,6 +624,9 @@ class Session:
             prefetch_distance=config.policy.prefetch,
             is_training=training,
             activations=self._activation_options(),
+            units=UnitRules.of(config.units),
+            name=name,
+            overlap=config.policy.overlap if config.offload else "none",
         )
 
     def _activation_options(self) -> ActivationOptions:
@@ -596,6 +648,44 @@ class Session:
 
     def _make_spill(self, place_bytes: int) -> Spill:
         return Spill(self._store_paths, self._engines, place_bytes=place_bytes)
+
+    def _require_place(self, training: bool, name: str | None) -> None:
+        if name is None and self._wrapped is not None:
+            raise StoreError(
+                "cannot wrap a second model without a name: the session has one; wrap it with "
+                '`training=False, name="reference"`, or open another session with a store of its '
+                "own"
+            )
+        if name is None:
+            return
+        if training:
+            raise ConfigError(
+                f"cannot train model `{name}`: a session trains the model that has no name; wrap "
+                "it with `training=False`, or without `name`"
+            )
+        require_checkpoint_name(name)
+        if any(each.options.name == name for each in self._beside):
+            raise StoreError(
+                f"cannot wrap a second model `{name}`: the session has one; choose another name"
+            )
+
+    def _device_peak_bytes(self) -> int | None:
+        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
+        peaks = [each.device_peak_bytes for each in models]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if known else None
+
+    def _left(self, whole: int | None, tier: str, limit: str | int | None) -> int | None:
+        """Returns what a model may have of a tier's budget."""
+        if whole is None:
+            return None
+        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
+        taken = sum(
+            each.plan.planned_bytes if tier == "host" else each.device_plan.planned_bytes
+            for each in models
+        )
+        left = max(whole - taken, 0)
+        return left if limit is None else min(left, parse_size(limit))
 
     def _make_device(self) -> Device:
         tier = self.config.tiers.device

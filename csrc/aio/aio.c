@@ -285,28 +285,30 @@ static int check_transfer(const struct ofl_aio *queue, const struct ofl_aio_tran
 /* Called with the queue's lock held, as all functions of the lists. */
 static void append_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
+	int operation = request->transfer.operation;
 	int priority = request->transfer.priority;
 
-	request->previous = queue->waiting[priority].last;
+	request->previous = queue->waiting[operation][priority].last;
 	if (request->previous)
 		request->previous->next = request;
 	else
-		queue->waiting[priority].first = request;
-	queue->waiting[priority].last = request;
+		queue->waiting[operation][priority].first = request;
+	queue->waiting[operation][priority].last = request;
 }
 
 static void remove_request(struct ofl_aio *queue, struct ofl_aio_request *request)
 {
+	int operation = request->transfer.operation;
 	int priority = request->transfer.priority;
 
 	if (request->previous)
 		request->previous->next = request->next;
 	else
-		queue->waiting[priority].first = request->next;
+		queue->waiting[operation][priority].first = request->next;
 	if (request->next)
 		request->next->previous = request->previous;
 	else
-		queue->waiting[priority].last = request->previous;
+		queue->waiting[operation][priority].last = request->previous;
 	request->next = request->previous = NULL;
 }
 
@@ -382,13 +384,43 @@ int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfe
 	return 0;
 }
 
-bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
+/* The most urgent request of a direction, NULL if none waits. */
+static struct ofl_aio_request *first_waiting(struct ofl_aio *queue, int operation)
 {
 	struct ofl_aio_request *request = NULL;
-	size_t len;
 
 	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES && !request; p++)
-		request = queue->waiting[p].first;
+		request = queue->waiting[operation][p].first;
+	return request;
+}
+
+/*
+ * [Note: both directions] While both wait, the less urgent one keeps a part of the
+ * pieces in flight.  A device that reads and writes at the same time, each at its
+ * own rate, would else stand still in one direction: reads that are submitted
+ * without end, each more urgent than any write, take every place.
+ */
+static struct ofl_aio_request *choose_request(struct ofl_aio *queue)
+{
+	struct ofl_aio_request *read = first_waiting(queue, OFL_AIO_READ);
+	struct ofl_aio_request *write = first_waiting(queue, OFL_AIO_WRITE);
+	struct ofl_aio_request *urgent, *other;
+	uint32_t share = queue->queue_depth / OFL_AIO_LEAST_SHARE;
+
+	if (!read || !write)
+		return read ? read : write;
+	urgent = read->transfer.priority <= write->transfer.priority ? read : write;
+	other = urgent == read ? write : read;
+	if (read->transfer.priority == write->transfer.priority)
+		share = queue->queue_depth / 2;
+	return queue->in_flight[other->transfer.operation] < share ? other : urgent;
+}
+
+bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
+{
+	struct ofl_aio_request *request = choose_request(queue);
+	size_t len;
+
 	if (!request)
 		return false;
 	len = request->transfer.len - request->cut_bytes;
@@ -401,6 +433,7 @@ bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece)
 	};
 	request->cut_bytes += len;
 	request->num_pieces++;
+	queue->in_flight[request->transfer.operation]++;
 	if (request->cut_bytes == request->transfer.len)
 		remove_request(queue, request);
 	return true;
@@ -424,8 +457,8 @@ void ofl_aio_cancel(struct ofl_aio *queue)
 	struct ofl_aio_request *request, *ended = NULL;
 
 	pthread_mutex_lock(&queue->lock);
-	for (int p = 0; p < OFL_AIO_NUM_PRIORITIES; p++) {
-		while ((request = queue->waiting[p].first)) {
+	for (int operation = 0; operation < OFL_AIO_NUM_OPERATIONS; operation++) {
+		while ((request = first_waiting(queue, operation))) {
 			if (!cancel_request(queue, request))
 				continue;
 			request->next = ended;
@@ -492,6 +525,7 @@ static void finish_piece(struct ofl_aio *queue, struct ofl_aio_piece *piece, int
 	if (error)
 		fail_request(queue, piece, error);
 	request->num_pieces--;
+	queue->in_flight[operation]--;
 	is_done = !request->num_pieces && request->cut_bytes == request->transfer.len;
 	if (is_done)
 		end_request(queue, request);

@@ -129,7 +129,9 @@ struct ofl_aio_stats {
  * "fault" is "threads" with the faults that the options name: for tests.
  *
  * A transfer is cut into pieces of block_bytes; at most queue_depth pieces of
- * all transfers are in flight.
+ * all transfers are in flight.  The more urgent go first; but while both reads and
+ * writes wait, the less urgent of the two directions has a quarter of the pieces in
+ * flight, or a half at the same priority (none at a depth too small for that).
  *
  * Returns 0, or -EINVAL (unknown backend, a value out of range, also in a fault),
  * -ENOMEM, -EAGAIN (libaio: more than /proc/sys/fs/aio-max-nr requests; threads: no more

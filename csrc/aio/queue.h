@@ -11,6 +11,9 @@
 #include "aio.h"
 
 #define OFL_AIO_NUM_PRIORITIES 3
+#define OFL_AIO_NUM_OPERATIONS 2
+/* One part in so many of the pieces in flight is kept for the less urgent direction. */
+#define OFL_AIO_LEAST_SHARE 4
 
 /*
  * EINTR and EAGAIN are retried after this pause, so many times in a row, about
@@ -95,7 +98,8 @@ struct ofl_aio {
 	bool is_closing;
 	struct {
 		struct ofl_aio_request *first, *last;
-	} waiting[OFL_AIO_NUM_PRIORITIES]; /* requests with bytes left to cut */
+	} waiting[OFL_AIO_NUM_OPERATIONS][OFL_AIO_NUM_PRIORITIES]; /* with bytes to cut */
+	uint32_t in_flight[OFL_AIO_NUM_OPERATIONS]; /* pieces taken and not over */
 	struct ofl_aio_stats stats;
 	uint64_t num_requests; /* submitted and not done */
 	int64_t busy_since_ns; /* while there are some */

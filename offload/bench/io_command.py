@@ -7,9 +7,8 @@ from offload.bench.io import OnProgress, run_io_bench
 from offload.bench.io_options import IoOptions
 from offload.bench.io_plot import require_plottable, write_plot
 from offload.bench.io_report import IoReport
-from offload.bench.machine_file import require_writable, write_profile
-from offload.errors import ConfigError
-from offload.plan.machine_profile import MachineProfile, default_file, read_profile
+from offload.bench.machine_file import profile_to_write, write_profile
+from offload.plan.machine_profile import MachineProfile, read_profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +42,7 @@ def bench_io(options: IoOptions, *, files: IoFiles, on_progress: OnProgress) -> 
 def _machine_file(options: IoOptions, named: Path | None) -> Path | None:
     if not options.tune:
         return None
-    file = named or default_file()
-    if file is None:
-        raise ConfigError(
-            "cannot tune: expected a file for what is found, but `OFFLOAD_MACHINE` is empty; name "
-            "one with `--machine`"
-        )
-    require_writable(file)
-    return file
+    return profile_to_write(named)
 
 
 def _known(options: IoOptions, named: Path | None) -> MachineProfile:

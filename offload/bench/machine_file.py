@@ -1,16 +1,19 @@
 """Writes what was found best into `machine.toml`."""
 
-import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 from offload.bench.io_report import IoReport, PathResult
+from offload.bench.optim import OptimReport
 from offload.errors import ConfigError
 from offload.plan.machine_profile import (
-    MARK,
+    KernelProfile,
     MachineProfile,
+    MemoryProfile,
     PathProfile,
-    parse_profile,
+    default_file,
 )
+from offload.runs.profile_file import add_to_profile, read_own
 
 
 def write_profile(file: Path, report: IoReport) -> None:
@@ -19,34 +22,58 @@ def write_profile(file: Path, report: IoReport) -> None:
     Raises:
         ConfigError: The file is not one that this wrote.
     """
-    known = _read_own(file)
     measured_at = str(report.environment["measured_at"])
     profiles = [_profile(path, measured_at) for path in report.paths]
-    merged = known.with_paths(profile for profile in profiles if profile is not None)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f".{file.name}.{os.getpid()}.new")
-    try:
-        new.write_text(merged.to_toml(), encoding="utf-8")
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    add_to_profile(
+        file, MachineProfile(paths=tuple(profile for profile in profiles if profile is not None))
+    )
 
 
-def require_writable(file: Path) -> None:
-    """Raises ConfigError if `write_profile` would refuse; to know before minutes of measuring."""
-    _read_own(file)
+def profile_to_write(named: Path | None) -> Path:
+    """Returns the file for what is found, to know before minutes of measuring that it can be.
 
-
-def _read_own(file: Path) -> MachineProfile:
-    if not file.exists():
-        return MachineProfile()
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if not text.startswith(MARK):
+    Raises:
+        ConfigError: There is none, or one that is not ours.
+    """
+    file = named or default_file()
+    if file is None:
         raise ConfigError(
-            f"cannot write the machine profile `{file}`: expected no file or one that begins with "
-            f"`{MARK}`, found another one; name another file with `--machine`"
+            "cannot tune: expected a file for what is found, but `OFFLOAD_MACHINE` is empty; name "
+            "one with `--machine`"
         )
-    return parse_profile(text, source=str(file))
+    read_own(file)
+    return file
+
+
+def write_kernels(file: Path, report: OptimReport) -> None:
+    """Writes the kernels of `report`, the fastest of each kind, and copies into `file`.
+
+    Raises:
+        ConfigError: The file is not one that this wrote.
+    """
+    measured_at = datetime.now(UTC).isoformat(timespec="seconds")
+    results = sorted(report.results, key=lambda result: result.parameters_per_s)
+    kernels = [
+        KernelProfile(
+            rule=result.optimizer,
+            codec=result.codec,
+            dtype=result.parameter_dtype,
+            threads=result.threads,
+            parameters_per_s=result.parameters_per_s,
+            measured_at=measured_at,
+        )
+        for result in results
+        if result.gradient_dtype == result.parameter_dtype
+    ]
+    memory = [
+        MemoryProfile(
+            threads=result.threads,
+            copy_bytes_per_s=result.memcpy_bytes_per_s,
+            measured_at=measured_at,
+        )
+        for result in results
+    ]
+    add_to_profile(file, MachineProfile(kernels=tuple(kernels), memory=tuple(memory)))
 
 
 def _profile(result: PathResult, measured_at: str) -> PathProfile | None:

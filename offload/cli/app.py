@@ -182,10 +182,14 @@ def plan(
     settings = load_config(config, overrides or ())
 
     from offload.cli.tables import render_plan
-    from offload.plan.machine_profile import read_profile
-    from offload.runs.planning import plan_run
+    from offload.runs.prediction import plan_and_predict
 
-    result = plan_run(settings, profile=read_profile(machine))
+    progress = output.progress_console()
+    result = plan_and_predict(
+        settings,
+        machine_file=machine,
+        on_measure=lambda what: progress.print(f"measuring {what}", soft_wrap=True),
+    )
     output.show(result, render_plan)
     if not result.fits:
         raise typer.Exit(EXIT_FAILED)

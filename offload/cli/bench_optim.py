@@ -36,6 +36,13 @@ def bench_optim(
         typer.Option(help="avx512, avx2, neon, scalar, torch, all. [default: the best here]"),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Of which the median is taken.")] = 7,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Write the rates to --machine, for plans.")
+    ] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The profile. [default: ~/.config/offload/machine.toml]"),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write charts to this .svg file.")
     ] = None,
@@ -44,6 +51,7 @@ def bench_optim(
     ] = False,
 ) -> None:
     """Measure the optimizer kernels beside a copy of memory, and beside torch's."""
+    from offload.bench.machine_file import profile_to_write, write_kernels
     from offload.bench.optim import run_optim_bench
     from offload.bench.optim_options import parse_options
     from offload.bench.optim_plot import require_plottable, write_plot
@@ -62,6 +70,7 @@ def bench_optim(
     )
     if plot is not None:
         require_plottable(plot)
+    profile = profile_to_write(machine) if tune else None
     progress = output.progress_console()
     report = run_optim_bench(
         options,
@@ -69,6 +78,8 @@ def bench_optim(
             f"measuring {case.optimizer}, {case.codec}, {case.isa}, {case.threads} threads"
         ),
     )
+    if profile is not None:
+        write_kernels(profile, report)
     if plot is not None:
         write_plot(plot, report)
     output.show(report, _render)

@@ -88,7 +88,22 @@ def render_plan(console: Console, result: Result) -> None:
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
         for key, found in values["smallest"].items()
     ]
+    rows += [
+        (
+            "to fit less memory",
+            f"{saving['change']}, {saving['why']}: "
+            + format_figure("num_bytes", saving["smallest_host_bytes"]),
+        )
+        for saving in values.get("give_up", [])
+    ]
     rows += [(key, format_figure(key, found)) for key, found in values["policy"].items()]
+    rows += [
+        (each["choice"], f"{each['value']}: {each['why']}") for each in values.get("choices", [])
+    ]
+    rows += [
+        ("outside budgets", f"{each['what']}: {format_figure('num_bytes', each['num_bytes'])}")
+        for each in values.get("not_covered", [])
+    ]
     rows += [
         (key, format_figure(key, found))
         for key, found in values["predicted"].items()
@@ -104,8 +119,8 @@ def render_verify(console: Console, result: Result) -> None:
         columns = ("record", "parameter", "path", "file", "offset", "reason")
         table = Table(*columns)
         for bad in values["bad"]:
-            table.add_row(*(str(bad[column]) for column in columns))
-        _print_table(console, "bad blocks", table)
+            table.add_row(*(NONE if bad[key] is None else str(bad[key]) for key in columns))
+        _print_table(console, "bad blocks and manifests", table)
     rows = [
         ("records", str(values["records"])),
         ("bytes", format_figure("num_bytes", values["bytes"])),

@@ -11,6 +11,7 @@ from offload.config.schema import (
     PolicyConfig,
     TiersConfig,
     TrainConfig,
+    UnitsConfig,
 )
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PolicyConfig",
     "TiersConfig",
     "TrainConfig",
+    "UnitsConfig",
     "build_config",
     "load_config",
     "preset_names",

@@ -164,6 +164,20 @@ class OptimizerConfig(Section):
         return self.matrices if self.name == "muon" else ()
 
 
+class UnitsConfig(Section):
+    """Which parameters move together, where module lists do not tell."""
+
+    modules: Patterns = ()
+    """Globs of module names, such as `"encoder.*"`: each module that matches is a unit."""
+    classes: Patterns = ()
+    """Globs of class names: each module of such a class is a unit."""
+    largest: Size | None = None
+    """A module with more bytes of parameters is divided into those inside it, if it has any."""
+    smallest: Size | None = None
+    """A unit with fewer bytes joins a neighbour outside module lists; without it the limit is one
+    64th of the largest unit."""
+
+
 class DeviceTierConfig(Section):
     """Where the model computes."""
 
@@ -264,7 +278,8 @@ class PolicyConfig(Section):
     order: OrderName
     """Which subgroup is updated next."""
     overlap: Overlap
-    """What updates run under; `"none"` updates after the backward pass."""
+    """What updates run under: `"forward"`, the default with order `"resident"`, under the next
+    forward pass; `"none"`, the default with the other orders, after the backward pass."""
     striping: StripingName
     """How blocks are spread over paths: `"adaptive"` by what each delivers lately,
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
@@ -272,6 +287,14 @@ class PolicyConfig(Section):
     prefetch: CountOrZero
     """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
     beside the one in use; 0 fetches on demand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_overlap(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "overlap" not in values:
+            # Under a pass the order is the pass's own: one that was asked for has its update alone.
+            return {**values, "overlap": "forward" if values.get("order") == "resident" else "none"}
+        return values
 
 
 class ActivationsConfig(Section):
@@ -321,6 +344,8 @@ class Config(Section):
     """How long and in what steps it is trained."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it is updated."""
+    units: UnitsConfig = UnitsConfig()
+    """Which parameters move together."""
     tiers: TiersConfig = TiersConfig()
     """The levels of memory."""
     policy: PolicyConfig

@@ -19,7 +19,7 @@ class Problem:
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
-    "policy.overlap": ("none",),
+    "policy.overlap": ("none", "forward"),
 }
 
 
@@ -29,6 +29,14 @@ def unsupported_values(config: Config) -> Iterator[Problem]:
         found = _lookup(config, key)
         if found not in allowed:
             yield Problem(key=key, expected=f"{_one_of(allowed)} in this version", found=found)
+    policy = config.policy
+    if policy.overlap != "none" and policy.order != "resident":
+        yield Problem(
+            key="policy.order",
+            expected=f'`"resident"` with `policy.overlap = "{policy.overlap}"`, as the order is '
+            "then the pass's own",
+            found=policy.order,
+        )
     yield from _tier_problems(config)
 
 

@@ -48,15 +48,26 @@ class Accumulator:
         name: str,
         memory: torch.Tensor,
         sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None] = lambda: None,
         *,
         device: torch.device | None = None,
     ) -> None:
+        """Stores its arguments.
+
+        Args:
+            name: The parameter's.
+            memory: Of the gradient's values.
+            sums_of_squares: For norms.
+            before_write: Called before the memory changes: an update may still have to read it.
+            device: That `p.grad` shows; None: the memory's.
+        """
         self.name = name
         self.device = memory.device if device is None else device
         self.scales: list[float] = []
         self._memory = memory
         self._arrival: Arrival | None = None
         self._sums_of_squares = sums_of_squares
+        self._before_write = before_write
 
     @property
     def memory(self) -> torch.Tensor:
@@ -75,6 +86,7 @@ class Accumulator:
             gradient: Its values.
             start_copy: Starts copying them from a device; None: they are copied at once.
         """
+        self._before_write()
         self.settle()
         self.scales.clear()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -100,8 +112,15 @@ class Accumulator:
     def apply_scales(self) -> None:
         """Multiplies the memory by what is pending, rounded once to nearest even."""
         if self.scales:
+            self._before_write()
             self.memory.copy_(self._scaled())
             self.scales.clear()
+
+    def writable(self) -> torch.Tensor:
+        """Returns the memory for writing, or for aliases through which it may be written."""
+        self._before_write()
+        self.apply_scales()
+        return self.memory
 
     def read(self) -> torch.Tensor:
         """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
@@ -148,8 +167,7 @@ class StreamedGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the gradient's values as an array over the accumulator's memory."""
-        self.accumulator.apply_scales()
-        return self.accumulator.memory.numpy(force=force)
+        return self.accumulator.writable().numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the gradient's values as nested lists."""
@@ -184,8 +202,7 @@ def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return value
         if id(value) not in aliased:
             return value.accumulator.read()
-        value.accumulator.apply_scales()
-        memory = value.accumulator.memory
+        memory = value.accumulator.writable()
         handed_out[id(memory)] = value
         return memory
 

@@ -64,6 +64,8 @@ class GradientNorm(torch.Tensor):
             return _stack(args[0])
         if func is aten.linalg_vector_norm.default and _is_plain_two_norm(args, kwargs):
             return total_norm(args[0].sums)
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]  # to a device: the sums stay where they are
         plain = tree_map(lambda v: v.value if isinstance(v, cls) else v, (args, kwargs))
         return func(*plain[0], **plain[1])
 

@@ -3,62 +3,96 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from offload.errors import OffloadError
-from offload.layout import WHOLE_RULE, ModelLayout, Record, Subgroup
+from offload.layout import Record, Subgroup
 from offload.memory import storage_over
-from offload.optim.kernels import Kernels, Operands, Range, Scalars
-from offload.optim.whole import WholeUpdate, update_whole
-from offload.optim.window import RecordBuffer, Window, parameter_view
-from offload.storage.store import BlockStore
+from offload.optim.kernels import Kernels
+from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
+from offload.optim.record_update import RecordUpdate
+from offload.optim.window import RecordBuffer, Window
+from offload.storage.stalls import StallAccount
+from offload.storage.wakeup import Wakeup
+
+__all__ = [
+    "ModelState",
+    "ParameterUpdate",
+    "RecordSource",
+    "UpdateJob",
+    "UpdatePipeline",
+    "parameter_key",
+    "state_key",
+]
+
+
+class RecordSource(Protocol):
+    """Says which record comes next. May change its mind until a record is taken."""
+
+    def peek(self) -> Record | None:
+        """Returns the record whose reading begins next; None if there is no more."""
+        ...
+
+    def take(self, record: Record) -> None:
+        """Says that the reading of `record` begins."""
+        ...
+
+    def choose(self, ready: Sequence[Record]) -> Record:
+        """Returns which of the records that are in memory is updated next."""
+        ...
+
+
+class InOrder:
+    """Records in a given order."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._records = deque(records)
+
+    def peek(self) -> Record | None:
+        return self._records[0] if self._records else None
+
+    def take(self, record: Record) -> None:
+        if record is self._records[0]:
+            self._records.popleft()
+        else:
+            self._records.remove(record)
+
+    def choose(self, ready: Sequence[Record]) -> Record:
+        return ready[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterUpdate:
-    """What one parameter's update needs besides its gradient.
+class UpdateJob:
+    """The updates of one step.
 
     Attributes:
-        scales: Factors pending on the gradient, applied in the pass.
-        scalars: For the kernels.
-        whole: Instead, for a parameter that is laid out as a whole matrix.
+        source: Gives each touched record once.
+        touched: Names of the records that have a parameter in `updates` or `edited`.
+        updates: By parameter name.
+        edited: Parameters that are the master again.
+        kept: Names of records whose state stays in memory after its update, not written.
+        stalls: Where waits are added.
+        on_updated: Called when the parameters of a record have their new values where they live.
     """
 
-    scales: tuple[float, ...]
-    scalars: Scalars = field(default_factory=Scalars)
-    whole: WholeUpdate | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class ModelState:
-    """Where the parameters and the optimizer state of a model live.
-
-    Attributes:
-        store: Holds what is not resident; None where everything is.
-        parameters: Resident flat shards by name, or None where parameters live on storage.
-        records: Resident records by name, uint8, or None where the state lives on storage.
-        gradients: Flat accumulators of the trainable shards by name.
-        edited: Parameters that the user changed since their state was last written: their
-            master is the parameter itself again.
-        dirty: Resident and cached records that differ from the store's.
-    """
-
-    layout: ModelLayout
-    store: BlockStore | None
-    parameters: dict[str, torch.Tensor] | None
-    records: dict[str, torch.Tensor] | None
-    gradients: dict[str, torch.Tensor]
-    edited: set[str] = field(default_factory=set)
-    dirty: set[str] = field(default_factory=set)
+    source: RecordSource
+    touched: frozenset[str]
+    updates: Mapping[str, ParameterUpdate]
+    edited: frozenset[str]
+    kept: Container[str]
+    stalls: StallAccount
+    on_updated: Callable[[Record], None] = lambda _: None
 
 
 class Ticket(Protocol):
     def wait(self) -> None: ...
     def done(self) -> bool: ...
+    def notify(self, event_fd: int | None) -> None: ...
+    def waits_for(self) -> int | None: ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,26 +104,45 @@ class _InFlight:
     tickets: list[Ticket] = field(default_factory=list)
     is_new: bool = False
     """Its state was never written: it is zero, and a whole master starts as the parameter."""
+    was_updated: bool = False
 
     def is_done(self) -> bool:
         return all(ticket.done() for ticket in self.tickets)
 
 
 class UpdatePipeline:
-    """Updates records in a given order, reading, computing and writing at the same time.
+    """Updates records, reading, computing and writing at the same time.
+
+    The pass runs over any record that is there, and waits only while none is.
 
     Ownership: A buffer belongs to its record from the read until its write is done; then it
         takes the next record.
-    Concurrency: One thread calls `run`; transfers run in the I/O engine's threads, the pass on
-        the kernels' own.
+    Concurrency: One thread at a time; transfers run in the I/O engine's threads, the pass on the
+        kernels' own.
     """
 
-    def __init__(self, state: ModelState, window: Window, kernels: Kernels) -> None:
-        self._state = state
-        self._window = window
-        self._kernels = kernels
-        self.io_wait_s = 0.0
+    def __init__(
+        self,
+        state: ModelState,
+        window: Window,
+        kernels: Kernels,
+        stalls: StallAccount | None = None,
+    ) -> None:
+        self.state = state
+        self.window = window
         self.cache_hit_bytes = 0
+        self.stalls = stalls or StallAccount()
+        self.waits_for = "path"
+        """What the last wait was for."""
+        self.read_bytes = 0
+        """Of records and parameters, from storage, padding included."""
+        self.prefetched_bytes = 0
+        """Of records that were read before their update was asked for."""
+        self._compute = RecordUpdate(state, kernels)
+        self._ahead: list[_InFlight] = []
+        self._wakeup = Wakeup()
+        self._io_wait_s = 0.0
+        self._waiting_since_s: float | None = None
 
     def run(
         self,
@@ -98,7 +151,7 @@ class UpdatePipeline:
         *,
         kept: Container[str] = (),
     ) -> None:
-        """Applies `updates`, by parameter name, record by record.
+        """Applies `updates`, by parameter name, record by record, and what the user edited.
 
         A record none of whose parameters is updated or edited is neither read nor written.
 
@@ -111,83 +164,223 @@ class UpdatePipeline:
             StorageError, CorruptStateError: A transfer failed. Records written before keep
                 their new version until the next commit or close.
         """
-        touched = updates.keys() | self._state.edited
-        records = list(order)
-        waiting = deque(r for r in records if touched & self._parameters_of(r))
-        reading: deque[_InFlight] = deque()
-        writing: deque[_InFlight] = deque()
+        edited = frozenset(self.state.edited)
+        touched = self.touched(order, updates.keys() | edited)
+        self.carry_out(
+            UpdateJob(
+                source=InOrder(touched),
+                touched=frozenset(record.name for record in touched),
+                updates=updates,
+                edited=edited,
+                kept=kept,
+                stalls=self.stalls,
+            )
+        )
+        self.state.edited -= edited
+
+    def touched(self, records: Iterable[Record], names: Collection[str]) -> list[Record]:
+        """Returns the records that hold any of the named parameters."""
+        layout, wanted = self.state.layout, set(names)
+        return [
+            record
+            for record in records
+            if any(
+                placed.facts.name in wanted
+                for subgroup in record.subgroups
+                for placed in layout.parameters_in(subgroup)
+            )
+        ]
+
+    def carry_out(self, job: UpdateJob) -> None:
+        """Carries out a step's updates; see `run`, but what was edited stays noted."""
+        ahead, self._ahead = self._ahead, []
+        _Run(self, job, ahead).finish()
+
+    # Reading before the update is known.
+
+    def prefetch(self, records: Sequence[Record]) -> None:
+        """Starts reading the state of `records`, as far as there are free buffers.
+
+        What is in memory, or was never written, is left out. The next step uses what is here, or
+        gives it up.
+        """
+        store = self.state.store
+        known = {current.record.name for current in self._ahead}
+        for record in records:
+            if store is None or record.name in known or record.name in self.window.cached:
+                continue
+            if self.state.records is not None or state_key(record) not in store:
+                continue
+            buffer = self.window.try_lease(record)
+            if buffer is None:
+                return
+            self._ahead.append(_InFlight(record=record, buffer=buffer))
+            if buffer.state is not None:
+                self._ahead[-1].tickets.append(store.read(state_key(record), buffer.state))
+                self.prefetched_bytes += record.padded_bytes
+                self.read_bytes += record.padded_bytes
+
+    def drop_prefetched(self) -> None:
+        """Gives the buffers of what was prefetched back."""
+        ahead, self._ahead = self._ahead, []
+        self.abandon(ahead)
+
+    # What a run asks.
+
+    def is_new(self, record: Record) -> bool:
+        """Whether the record's state lives on storage and was never written."""
+        state = self.state
+        return (
+            state.records is None
+            and state.store is not None
+            and state_key(record) not in state.store
+        )
+
+    def compute(self, current: _InFlight, job: UpdateJob) -> None:
+        self._compute.run(
+            current.record,
+            current.buffer,
+            job.updates,
+            edited=job.edited,
+            is_new=current.is_new,
+        )
+
+    def watch(self, current: _InFlight) -> None:
+        """Has the transfers of a record end the wait for any."""
+        for ticket in current.tickets:
+            ticket.notify(self._wakeup.fd)
+
+    def wait_any(self, current: _InFlight, job: UpdateJob, cause: str) -> None:
+        """Waits until a transfer has ended or `wake` was called; `current` is what it is for."""
+        path = next((i for t in current.tickets if (i := t.waits_for()) is not None), None)
+        self.waits_for = self._path_name(path)
+        self._waiting_since_s = started_s = time.perf_counter()
+        self._wakeup.wait()
+        self._waiting_since_s = None
+        duration_s = time.perf_counter() - started_s
+        self._io_wait_s += duration_s
+        job.stalls.add(self.waits_for, cause, duration_s)
+
+    @property
+    def io_wait_s(self) -> float:
+        """Time in which there was nothing to do but wait for storage, up to now."""
+        since_s = self._waiting_since_s
+        return self._io_wait_s + (0.0 if since_s is None else time.perf_counter() - since_s)
+
+    def wake(self) -> None:
+        """Ends a wait, since the source may have changed its mind."""
+        self._wakeup.wake()
+
+    def release(self, current: _InFlight) -> None:
+        if current.buffer is not None:
+            self.window.release(current.buffer)
+
+    def abandon(self, *queues: Sequence[_InFlight]) -> None:
+        """Waits for what is in flight, whatever it gives, and frees the buffers."""
+        for current in (c for queue in queues for c in queue):
+            for ticket in current.tickets:
+                with contextlib.suppress(OffloadError):  # the first error is on its way
+                    ticket.wait()
+            self.release(current)
+
+    def _path_name(self, path: int | None) -> str:
+        store = self.state.store
+        if store is None or path is None:
+            return "path"
+        return f"path {store.roots[path]}"
+
+
+class _Run:
+    """One step's way through the pipeline."""
+
+    def __init__(self, pipeline: UpdatePipeline, job: UpdateJob, ahead: list[_InFlight]) -> None:
+        self._pipeline = pipeline
+        self._state = pipeline.state
+        self._window = pipeline.window
+        self._job = job
+        self._reading = ahead
+        self._writing: list[_InFlight] = []
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        reading, writing = self._reading, self._writing
         try:
-            self._write_back_left_out(records, {r.name for r in waiting}, kept, writing)
-            while waiting or reading or writing:
-                self._reap(writing)
-                self._read_ahead(waiting, reading, updates)
-                if reading:
-                    self._wait(reading[0])
-                    self._update(reading[0], updates)
-                    self._start_write(reading, writing, kept)
+            self._take_over_prefetched()
+            self._write_back_left_out()
+            while self._job.source.peek() is not None or reading or writing:
+                self._reap()
+                self._read_ahead()
+                ready = [current for current in reading if current.is_done()]
+                if ready:
+                    self._update(ready)
+                elif reading:
+                    self._pipeline.wait_any(reading[0], self._job, "reading records")
                 elif writing:
-                    self._wait(writing[0])
+                    self._pipeline.wait_any(writing[0], self._job, "writing records")
         except BaseException:
-            self._abandon(reading, writing)
+            self._pipeline.abandon(reading, writing)
             raise
-        self._state.edited.clear()
 
-    def _parameters_of(self, record: Record) -> set[str]:
-        layout = self._state.layout
-        return {p.facts.name for s in record.subgroups for p in layout.parameters_in(s)}
+    def _take_over_prefetched(self) -> None:
+        """Goes on with what was read ahead and is touched; gives up the rest."""
+        unused = [c for c in self._reading if c.record.name not in self._job.touched]
+        for current in unused:
+            self._reading.remove(current)
+        self._pipeline.abandon(unused)
+        for current in self._reading:
+            self._job.source.take(current.record)
+            self._read_parameters(current)
+            self._pipeline.watch(current)
 
-    def _read_ahead(
-        self,
-        waiting: deque[Record],
-        reading: deque[_InFlight],
-        updates: Mapping[str, ParameterUpdate],
-    ) -> None:
+    def _read_ahead(self) -> None:
         """Starts reading the next records, as long as there are free buffers."""
-        while waiting:
+        while (record := self._job.source.peek()) is not None:
             buffer: RecordBuffer | None = None
-            record = waiting[0]
             is_hit = record.name in self._window.cached
             if not self._window.is_empty:
                 buffer = self._window.try_lease(record)
                 if buffer is None:
                     return
-            elif reading:
+            elif self._reading:
                 return
-            is_new = self._is_new(record) and not is_hit
-            reading.append(_InFlight(record=waiting.popleft(), buffer=buffer, is_new=is_new))
-            self._start_read(reading[-1], updates, is_hit=is_hit)
+            is_new = self._pipeline.is_new(record) and not is_hit
+            self._job.source.take(record)
+            current = _InFlight(record=record, buffer=buffer, is_new=is_new)
+            self._reading.append(current)
+            self._read_state(current, is_hit=is_hit)
+            self._read_parameters(current)
+            self._pipeline.watch(current)
 
-    def _start_read(
-        self, current: _InFlight, updates: Mapping[str, ParameterUpdate], *, is_hit: bool
-    ) -> None:
+    def _read_state(self, current: _InFlight, *, is_hit: bool) -> None:
         store, record, buffer = self._state.store, current.record, current.buffer
-        if buffer is None or store is None:
+        if buffer is None or store is None or buffer.state is None:
             return
-        tickets = current.tickets
-        if buffer.state is not None:
-            if is_hit:
-                self.cache_hit_bytes += record.padded_bytes
-            elif current.is_new:
-                storage_over(buffer.state).zero_()
-            else:
-                tickets.append(store.read(state_key(record), buffer.state))
-        for subgroup in record.subgroups:
-            if not buffer.parameters:
-                continue
+        if is_hit:
+            self._pipeline.cache_hit_bytes += record.padded_bytes
+        elif current.is_new:
+            storage_over(buffer.state).zero_()
+        else:
+            current.tickets.append(store.read(state_key(record), buffer.state))
+            self._pipeline.read_bytes += record.padded_bytes
+
+    def _read_parameters(self, current: _InFlight) -> None:
+        store, buffer = self._state.store, current.buffer
+        if buffer is None or store is None or not buffer.parameters:
+            return
+        for subgroup in current.record.subgroups:
             memory = buffer.parameters[subgroup.name]
-            if self._reads_parameter(current, subgroup, updates):
-                tickets.append(store.read(parameter_key(subgroup), memory))
+            if self._reads_parameter(current, subgroup):
+                current.tickets.append(store.read(parameter_key(subgroup), memory))
+                self._pipeline.read_bytes += subgroup.padded_parameter_bytes
             elif self._has_gaps(subgroup):
                 storage_over(memory).zero_()
 
-    def _reads_parameter(
-        self, current: _InFlight, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
-    ) -> bool:
+    def _reads_parameter(self, current: _InFlight, subgroup: Subgroup) -> bool:
         """Whether the pass needs the parameters; an fp32 master gives those that it updates."""
         if "master" not in current.record.sections_of(subgroup) or current.is_new:
             return True
         names = {p.facts.name for p in self._state.layout.parameters_in(subgroup)}
-        return bool(names & self._state.edited or names - updates.keys())
+        return bool(names & self._job.edited or names - self._job.updates.keys())
 
     def _has_gaps(self, subgroup: Subgroup) -> bool:
         used = sum(
@@ -196,108 +389,28 @@ class UpdatePipeline:
         )
         return used < subgroup.num_elements
 
-    def _is_new(self, record: Record) -> bool:
-        """Whether the record's state lives on storage and was never written."""
-        state = self._state
-        return (
-            state.records is None
-            and state.store is not None
-            and state_key(record) not in state.store
-        )
-
-    def _update(self, current: _InFlight, updates: Mapping[str, ParameterUpdate]) -> None:
-        for subgroup in current.record.subgroups:
-            operands = self._operands(current, subgroup)
-            self._honour_edits(subgroup, operands, is_new=current.is_new)
-            if subgroup.is_whole:
-                self._update_whole(subgroup, operands, updates)
-                continue
-            for scales, ranges in self._ranges(subgroup, updates).items():
-                self._kernels.update(operands, ranges, gradient_scales=scales)
-        if self._state.records is not None:
-            self._state.dirty.add(state_key(current.record))
+    def _update(self, ready: Sequence[_InFlight]) -> None:
+        """Updates one of the records that are there, and starts writing it."""
+        record = self._job.source.choose([current.record for current in ready])
+        (current,) = (each for each in ready if each.record is record)
+        for ticket in current.tickets:
+            ticket.wait()
+        self._pipeline.compute(current, self._job)
+        self._reading.remove(current)
+        self._start_write(current)
         if self._state.parameters is not None:
-            self._state.dirty.update(parameter_key(s) for s in current.record.subgroups)
+            self._job.on_updated(record)
 
-    def _update_whole(
-        self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]
-    ) -> None:
-        (placed,) = self._state.layout.parameters_in(subgroup)
-        update = updates.get(placed.facts.name)
-        if update is not None:
-            assert update.whole is not None
-            shape = placed.facts.shape
-            update_whole(operands, shape, update.whole, gradient_scales=update.scales)
-
-    def _operands(self, current: _InFlight, subgroup: Subgroup) -> Operands:
-        state, buffer = self._state, current.buffer
-        shard = state.layout.shards[subgroup.shard]
-        if state.parameters is not None:
-            parameter = state.parameters[subgroup.shard][subgroup.start : subgroup.stop]
-        else:
-            assert buffer is not None
-            dtype = getattr(torch, shard.dtype)
-            parameter = parameter_view(buffer.parameters[subgroup.name], subgroup, dtype)
-        if state.records is not None:
-            base = state.records[current.record.name]
-        elif buffer is not None and buffer.state is not None:
-            base = storage_over(buffer.state)
-        else:  # the rule keeps no state
-            base = torch.empty(0, dtype=torch.uint8)
-        sections = {
-            name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
-            for name, s in current.record.sections_of(subgroup).items()
-        }
-        return Operands(
-            rule=WHOLE_RULE if subgroup.is_whole else state.layout.rule,
-            parameter=parameter,
-            gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
-            master_low=sections.pop("master_low", None),
-            master=sections.pop("master", None),
-            state=sections,
-        )
-
-    def _honour_edits(self, subgroup: Subgroup, operands: Operands, *, is_new: bool) -> None:
-        """Makes the master equal to the parameter where there is none yet or the user edited it."""
-        for placed in self._state.layout.parameters_in(subgroup):
-            if not is_new and placed.facts.name not in self._state.edited:
-                continue
-            start = max(placed.start, subgroup.start) - subgroup.start
-            stop = min(placed.stop, subgroup.stop) - subgroup.start
-            if operands.master_low is not None:
-                operands.master_low[start:stop] = 0
-            if operands.master is not None:
-                operands.master[start:stop] = operands.parameter[start:stop]
-
-    def _ranges(
-        self, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
-    ) -> dict[tuple[float, ...], list[Range]]:
-        """Returns the ranges that are updated, by the factors pending on their gradients."""
-        ranges: dict[tuple[float, ...], list[Range]] = {}
-        for placed in self._state.layout.parameters_in(subgroup):
-            update = updates.get(placed.facts.name)
-            if update is None:
-                continue
-            start = max(placed.start, subgroup.start) - subgroup.start
-            stop = min(placed.stop, subgroup.stop) - subgroup.start
-            if stop > start:
-                ranges.setdefault(update.scales, []).append(
-                    Range(start=start, stop=stop, scalars=update.scalars)
-                )
-        return ranges
-
-    def _start_write(
-        self, reading: deque[_InFlight], writing: deque[_InFlight], kept: Container[str]
-    ) -> None:
+    def _start_write(self, current: _InFlight) -> None:
         """Moves the record that was updated on to `writing`, if anything of it is stored."""
-        current = reading.popleft()
         store, buffer = self._state.store, current.buffer
         if buffer is None or store is None:
             return
-        writing.append(current)
+        self._writing.append(current)
         record, tickets = current.record, current.tickets
+        current.was_updated = True
         tickets.clear()
-        if buffer.state is not None and record.name in kept:
+        if buffer.state is not None and record.name in self._job.kept:
             buffer = current.buffer = self._window.keep(record, buffer)
             self._state.dirty.add(state_key(record))
         elif buffer.state is not None:
@@ -309,63 +422,31 @@ class UpdatePipeline:
                 memory = buffer.parameters[subgroup.name]
                 key = parameter_key(subgroup)
                 tickets.append(store.write(key, memory, num_bytes=subgroup.parameter_bytes))
+        self._pipeline.watch(current)
 
-    def _write_back_left_out(
-        self,
-        records: Sequence[Record],
-        touched: Container[str],
-        kept: Container[str],
-        writing: deque[_InFlight],
-    ) -> None:
-        """Starts writing cached records that this pass neither updates nor keeps."""
-        store = self._state.store
-        for record in records:
-            if record.name in touched or record.name in kept:
+    def _write_back_left_out(self) -> None:
+        """Starts writing cached records that this step neither updates nor keeps."""
+        store, cached = self._state.store, self._window.cached
+        for record in self._state.layout.records:
+            if record.name in self._job.touched or record.name in self._job.kept:
                 continue
-            state, slot = (
-                self._window.cached_state(record),
-                self._window.cached.pop(record.name, None),
-            )
+            state, slot = self._window.cached_state(record), cached.pop(record.name, None)
             if state is None or slot is None or store is None:
                 continue
             buffer = RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
-            writing.append(_InFlight(record=record, buffer=buffer))
+            self._writing.append(_InFlight(record=record, buffer=buffer))
             if state_key(record) in self._state.dirty:
                 self._state.dirty.discard(state_key(record))
                 ticket = store.write(state_key(record), state, num_bytes=record.num_bytes)
-                writing[-1].tickets.append(ticket)
+                self._writing[-1].tickets.append(ticket)
+                self._pipeline.watch(self._writing[-1])
 
-    def _reap(self, writing: deque[_InFlight]) -> None:
+    def _reap(self) -> None:
         """Ends the writes that are done and frees their buffers."""
-        for current in [current for current in writing if current.is_done()]:
+        for current in [current for current in self._writing if current.is_done()]:
             for ticket in current.tickets:
                 ticket.wait()
-            assert current.buffer is not None
-            writing.remove(current)
-            self._window.release(current.buffer)
-
-    def _wait(self, current: _InFlight) -> None:
-        started = time.perf_counter()
-        for ticket in current.tickets:
-            ticket.wait()
-        if current.tickets:
-            self.io_wait_s += time.perf_counter() - started
-
-    def _abandon(self, *queues: Sequence[_InFlight]) -> None:
-        """Waits for what is in flight, whatever it gives, and frees the buffers."""
-        for current in (c for queue in queues for c in queue):
-            for ticket in current.tickets:
-                with contextlib.suppress(OffloadError):  # the first error is on its way
-                    ticket.wait()
-            if current.buffer is not None:
-                self._window.release(current.buffer)
-
-
-def state_key(record: Record) -> str:
-    """Returns the name under which the store keeps the state of `record`."""
-    return f"state/{record.name}"
-
-
-def parameter_key(subgroup: Subgroup) -> str:
-    """Returns the name under which the store keeps the parameters of `subgroup`."""
-    return f"parameter/{subgroup.name}"
+            self._writing.remove(current)
+            self._pipeline.release(current)
+            if current.was_updated and self._state.parameters is None:
+                self._job.on_updated(current.record)

@@ -59,6 +59,12 @@ class Window:
         """Whether everything is resident, so that records need no buffer."""
         return self._states is None and self._parameters is None
 
+    @property
+    def num_free(self) -> int:
+        """Records that could be leased now, those that are cached left aside."""
+        pools = [pool for pool in (self._states, self._parameters) if pool is not None]
+        return min((pool.num_free for pool in pools), default=0)
+
     def cached_state(self, record: Record) -> memoryview | None:
         """Returns the state of a cached record, padded, or None."""
         slot = self.cached.get(record.name)

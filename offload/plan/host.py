@@ -85,8 +85,8 @@ class HostPlan:
                 f"{format_size(self.gradient_bytes)} of gradients, "
                 f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
                 f"resident, slots and window{self._for_activations()}), found "
-                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise `tiers.host.memory` to "
-                f'"{-(-self.smallest_bytes // (1 << 20))}MiB"'
+                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
+                f'`tiers.host.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
             )
 
 

@@ -1,12 +1,12 @@
-"""The measured profile of a machine's paths, `machine.toml`: its text and where it is found."""
+"""The measured profile of a machine, `machine.toml`: its text and where it is found."""
 
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.errors import ConfigError
 
@@ -36,10 +36,56 @@ class PathProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelProfile:
+    """The fused pass over operands in memory."""
+
+    rule: str
+    codec: str
+    dtype: str
+    """Of the parameters."""
+    threads: int
+    parameters_per_s: float
+    measured_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Copies within memory."""
+
+    threads: int
+    copy_bytes_per_s: float
+    """Bytes read plus bytes written."""
+    measured_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassProfile:
+    """A micro-step of models of one shape: a part that each has, and one for each layer."""
+
+    shape: str
+    """All that its time depends on, as text."""
+    threads: int
+    forward_s: float
+    forward_layer_s: float
+    backward_s: float
+    backward_layer_s: float
+    other_s: float
+    """Of a step: what is neither pass nor update."""
+    other_layer_s: float
+    activation_bytes: float
+    activation_layer_bytes: float
+    measured_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """The profiles of all paths that were measured on this machine."""
+    """What was measured on this machine; each part may be missing."""
 
     paths: tuple[PathProfile, ...] = ()
+    kernels: tuple[KernelProfile, ...] = ()
+    memory: tuple[MemoryProfile, ...] = ()
+    """One for each number of threads."""
+    passes: tuple[PassProfile, ...] = ()
 
     def find(self, directory: str | os.PathLike[str]) -> PathProfile | None:
         """Returns the profile of the path that `directory` lies on: the nearest one above it."""
@@ -50,22 +96,67 @@ class MachineProfile:
                 return known[str(candidate)]
         return None
 
+    def find_kernel(
+        self, *, rule: str, codec: str, dtype: str, threads: int
+    ) -> KernelProfile | None:
+        """Returns what was measured of one kind of update."""
+        wanted = (rule, codec, dtype, threads)
+        found = (k for k in self.kernels if (k.rule, k.codec, k.dtype, k.threads) == wanted)
+        return next(found, None)
+
+    def find_memory(self, *, threads: int) -> MemoryProfile | None:
+        """Returns what was measured of copies with so many threads."""
+        return next((each for each in self.memory if each.threads == threads), None)
+
+    def find_passes(self, shape: str, *, threads: int) -> PassProfile | None:
+        """Returns what was measured of passes of one shape."""
+        found = (p for p in self.passes if (p.shape, p.threads) == (shape, threads))
+        return next(found, None)
+
     def with_paths(self, measured: Iterable[PathProfile]) -> "MachineProfile":
         """Returns a profile in which `measured` take the place of what was known of them."""
-        merged = {profile.path: profile for profile in (*self.paths, *measured)}
-        return MachineProfile(paths=tuple(merged.values()))
+        return self.merged(MachineProfile(paths=tuple(measured)))
+
+    def merged(self, newer: "MachineProfile") -> "MachineProfile":
+        """Returns a profile in which what `newer` has takes the place of what was known."""
+        return MachineProfile(
+            paths=_newest(self.paths + newer.paths, lambda each: each.path),
+            kernels=_newest(
+                self.kernels + newer.kernels,
+                lambda each: (each.rule, each.codec, each.dtype, each.threads),
+            ),
+            memory=_newest(self.memory + newer.memory, lambda each: each.threads),
+            passes=_newest(self.passes + newer.passes, lambda each: (each.shape, each.threads)),
+        )
 
     def to_toml(self) -> str:
         """Returns the text of the file."""
         lines = [MARK, f"schema = {SCHEMA}"]
-        for profile in self.paths:
-            lines += ["", "[[paths]]"]
-            for each in fields(profile):
-                value = getattr(profile, each.name)
-                if value is not None:
-                    # What JSON writes of text, integers, floats and booleans is TOML too.
-                    lines.append(f"{each.name} = {json.dumps(value)}")
+        for table in _TABLES:
+            for profile in getattr(self, table):
+                lines += ["", f"[[{table}]]"]
+                for each in fields(profile):
+                    value = getattr(profile, each.name)
+                    if value is not None:
+                        # What JSON writes of text, integers, floats and booleans is TOML too.
+                        lines.append(f"{each.name} = {json.dumps(value)}")
         return "\n".join(lines) + "\n"
+
+
+_TABLES: dict[str, type[Any]] = {
+    "paths": PathProfile,
+    "kernels": KernelProfile,
+    "memory": MemoryProfile,
+    "passes": PassProfile,
+}
+_Profile = TypeVar("_Profile")
+
+
+def _newest(
+    profiles: Iterable[_Profile], key: Callable[[_Profile], object]
+) -> tuple[_Profile, ...]:
+    """Returns the last profile of each key, in the order in which keys appear."""
+    return tuple({key(profile): profile for profile in profiles}.values())
 
 
 def parse_profile(text: str, *, source: str) -> MachineProfile:
@@ -78,13 +169,16 @@ def parse_profile(text: str, *, source: str) -> MachineProfile:
         values = tomllib.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"`schema` is {values.get('schema')!r}")
-        paths = tuple(_parse_path(each) for each in values.get("paths", []))
+        tables = {
+            name: tuple(_parse(kind, each) for each in values.get(name, []))
+            for name, kind in _TABLES.items()
+        }
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"cannot read the machine profile `{source}`: expected a file of schema {SCHEMA} from "
             f"`offload bench io --tune`, found that {error}; measure again or remove the file"
         ) from error
-    return MachineProfile(paths=paths)
+    return MachineProfile(**tables)
 
 
 def default_file() -> Path | None:
@@ -123,23 +217,29 @@ def _unreadable(source: Path, error: Exception) -> ConfigError:
     )
 
 
-def _parse_path(values: Mapping[str, Any]) -> PathProfile:
-    kinds: dict[str, tuple[type, ...]] = {
-        "path": (str,),
-        "backend": (str,),
-        "measured_at": (str,),
-        "direct": (bool,),
-        "block_bytes": (int,),
-        "queue_depth": (int,),
-    }
-    known = {each.name for each in fields(PathProfile)}
+_CLAIMS = ("direct",)
+_COUNTS = ("block_bytes", "queue_depth", "threads")
+_TEXTS = ("path", "backend", "measured_at", "rule", "codec", "dtype", "shape")
+
+
+def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    known = {each.name for each in fields(kind)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ValueError(f"`{unknown[0]}` of a path is not known")
+        raise ValueError(f"`{unknown[0]}` of `{kind.__name__}` is not known")
     for name, value in values.items():
-        number = (int, float)
-        if not isinstance(value, kinds.get(name, number)):
+        if not isinstance(value, _type_of(name)):
             raise ValueError(f"`{name}` is {value!r}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            raise ValueError(f"`{name}` is {value!r}, which is not positive")
-    return PathProfile(**values)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            may_be_nothing = kind is PassProfile
+            if value < 0 or (value == 0 and not may_be_nothing):
+                raise ValueError(f"`{name}` is {value!r}, which is not positive")
+    return kind(**values)
+
+
+def _type_of(name: str) -> tuple[type, ...]:
+    if name in _TEXTS:
+        return (str,)
+    if name in _CLAIMS:
+        return (bool,)
+    return (int,) if name in _COUNTS else (int, float)

@@ -1,15 +1,18 @@
 """The plan of a run: whether it fits, bytes per tier, and what a step will move."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
-from offload.plan.host import HostPlan
+from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
+from offload.plan.host import HostPlan, gradient_region_bytes
 from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
+from offload.plan.prediction import Choices, Prediction
 from offload.plan.storage import StoragePlan
 from offload.plan.traffic import ModelBytes, StepTraffic
 
@@ -35,11 +38,23 @@ class RunPlan:
     """What makes the run less safe than it could be."""
     activations: dict[str, str] = field(default_factory=dict)
     """What becomes of activations."""
-    outside_budgets: dict[str, int | None] = field(default_factory=dict)
-    """Bytes that no budget covers, by what they are for; None where they are not bounded."""
+    choices: Choices | None = None
+    """The run's policy."""
+    savings: tuple[Saving, ...] = ()
+    """What to give up for less memory, where the run does not fit."""
+    drains: bool = False
+    """Whether checkpoints are copied elsewhere."""
+    co_resident_units: int = 1
+    """Most units that one call needs at once."""
+    element_units: tuple[bool, ...] = ()
+    """Of each unit, whether it is a layer: an element of a module list."""
+    gradient_dtype: str = "parameter"
+    prediction: Prediction = field(default_factory=Prediction)
+    """What a step will take; empty where that was not asked for."""
     commits: CommitForecast | None = None
     """None where there are none."""
     machine: Machine | None = None
+    """The rates that it was predicted with."""
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
 
@@ -88,9 +103,12 @@ class RunPlan:
                     "cut": asdict(storage.space) if storage else None,
                 },
             },
+            "give_up": [asdict(saving) for saving in self.savings],
             "policy": self.policy,
             "activations": self.activations,
-            "outside_budgets": self.outside_budgets,
+            "choices": [asdict(choice) for choice in self._explained()],
+            "co_resident": self._co_resident(),
+            "not_covered": [each.to_json() for each in self._not_covered()],
             "warnings": list(self.warnings),
             "drive_steps": self._drive_steps(),
             "parameters": self.layout.num_parameters,
@@ -105,20 +123,52 @@ class RunPlan:
             return self.machine.to_json()
         return None if self.profile is None else {"paths": [asdict(self.profile)]}
 
+    @property
+    def stores_anything(self) -> bool:
+        """Whether a step moves anything from or to storage."""
+        return self.traffic.read_bytes > 0 or self.traffic.write_bytes > 0
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Parameters, gradients and state, were they all in memory."""
+        gradients = gradient_region_bytes(self.layout, self.gradient_dtype)
+        return self.layout.parameter_bytes + self.layout.state_bytes + gradients
+
     def _predicted(self) -> dict[str, float | int | None]:
+        found = self.prediction
+        step = found.step
         return {
-            "step_s": None,
-            "forward_s": None,
-            "backward_s": None,
-            "update_s": None,
-            "exposed_io_s": None,
-            "bound_s": None,
+            "step_s": step.step_s if step else None,
+            "forward_s": step.forward_s if step else None,
+            "backward_s": step.backward_s if step else None,
+            "update_s": step.update_s if step else None,
+            "exposed_io_s": step.exposed_io_s if step else None,
+            "bound_s": found.bound_s,
             "read_bytes_per_step": self.traffic.read_bytes,
             "write_bytes_per_step": self.traffic.write_bytes,
-            "rss_peak_bytes": None,
-            "written_bytes_per_day": None,
-            "tokens_to_hide_io": None,
+            "rss_peak_bytes": found.rss_peak_bytes,
+            "written_bytes_per_day": found.written_bytes_per_day,
+            "tokens_to_hide_io": found.tokens_to_hide_io,
         }
+
+    def _explained(self) -> Sequence[Choice]:
+        if self.choices is None:
+            return ()
+        return tuple(explain(self.layout, self.host, self.traffic, self.choices))
+
+    def _co_resident(self) -> dict[str, int]:
+        """The largest set of units that one call needs at once."""
+        sizes = sorted((unit.num_bytes for unit in self.layout.units), reverse=True)
+        count = min(self.co_resident_units, len(sizes))
+        return {"units": count, "num_bytes": sum(sizes[:count])}
+
+    def _not_covered(self) -> Sequence[Uncovered]:
+        return not_covered(
+            self.layout,
+            activation_bytes=self.prediction.activation_bytes,
+            drains=self.drains,
+            record_bytes=max((record.padded_bytes for record in self.layout.records), default=0),
+        )
 
     def _drive_steps(self) -> int | None:
         """Steps until a drive reaches its rated endurance, if all paths get equal shares."""

@@ -219,4 +219,14 @@ def _bad_blocks(report: VerifyReport, parameters: dict[str, str]) -> list[dict[s
             "reason": bad.reason,
         }
         for bad in report.bad
+    ] + [
+        {
+            "record": None,
+            "parameter": None,
+            "path": str(bad.path),
+            "file": bad.file,
+            "offset": None,
+            "reason": bad.reason,
+        }
+        for bad in report.bad_manifests
     ]

@@ -12,18 +12,20 @@ from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
 from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
+from offload.plan.explanation import Saving
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
+from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
-from offload.runs.gpt import logits_workspace_bytes
-from offload.runs.model import build_meta_model, gpt_shape
+from offload.runs.model import build_meta_model
 from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
+from offload.streaming.unit_modules import UnitRules
 
 BLOCK_BYTES = MIB
 """The block size of stores."""
@@ -43,7 +45,7 @@ def plan_run(
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered = discover_units(build_meta_model(config.model))
+    discovered = discover_units(build_meta_model(config.model), UnitRules.of(config.units))
     layout = build_layout(
         [unit.facts for unit in discovered.units],
         codec=config.optimizer.codec,
@@ -51,7 +53,7 @@ def plan_run(
         whole=whole_matrices(discovered, config.optimizer.whole_patterns),
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
-    directories = _existing_directories(config, stores)
+    directories = existing_directories(config, stores)
     known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
@@ -62,7 +64,6 @@ def plan_run(
             "checkpoint": config.activations.checkpoint,
             "offload": config.activations.offload if config.offload else "none",
         },
-        outside_budgets=_outside_budgets(config, layout),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host),
         policy=_policy(config),
@@ -71,6 +72,30 @@ def plan_run(
         num_paths=max(1, len(config.tiers.storage.paths)),
         warnings=tuple(_warnings(config, directories)) if config.offload else (),
         commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
+        choices=choices_of(config),
+        savings=tuple(_savings(config, layout, discovered, host)),
+        drains=config.checkpoint.drain is not None,
+        co_resident_units=discovered.co_resident_units,
+        element_units=tuple(unit.is_element for unit in discovered.units),
+        gradient_dtype=config.train.gradient_dtype,
+    )
+
+
+def tokens_per_step(config: Config) -> int:
+    """Returns the tokens of one optimizer step."""
+    return config.train.batch * config.train.micro_steps * config.model.context
+
+
+def choices_of(config: Config) -> Choices:
+    """Returns the run's policy; without offloading everything is in memory."""
+    policy = config.policy
+    return Choices(
+        parameters=_placement(policy.parameters) if config.offload else "host",
+        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        order=policy.order,
+        overlap=policy.overlap if config.offload else "none",
+        striping=policy.striping,
+        prefetch=policy.prefetch,
     )
 
 
@@ -126,7 +151,7 @@ def _require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
-    for directory in _existing_directories(config, stores):
+    for directory in existing_directories(config, stores):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"cannot store a run under `{directory}`: expected a writable directory, found one "
@@ -160,6 +185,36 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
     )
 
 
+def _savings(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> Iterator[Saving]:
+    """Yields changes with which a smaller host budget would do, where the run does not fit."""
+    if host is None or host.fits:
+        return
+    policy, train = config.policy, config.train
+    changes = {
+        "policy.parameters": (policy, "parameters", "storage", "passes then wait for fetches"),
+        "policy.optimizer": (policy, "optimizer", "storage", "updates then move the state"),
+        "train.gradient_dtype": (
+            train,
+            "gradient_dtype",
+            "parameter",
+            "gradients then accumulate in the parameters' own precision",
+        ),
+    }
+    for key, (section, name, value, why) in changes.items():
+        if getattr(section, name) == value:
+            continue
+        changed = section.model_copy(update={name: value})
+        plan = _plan_host(
+            config.model_copy(update={key.partition(".")[0]: changed}), layout, discovered
+        )
+        if plan.smallest_bytes < host.smallest_bytes:
+            yield Saving(
+                change=f'{key} = "{value}"', smallest_host_bytes=plan.smallest_bytes, why=why
+            )
+
+
 def _plan_device(
     config: Config, layout: ModelLayout, discovered: DiscoveredModel
 ) -> DevicePlan | None:
@@ -178,7 +233,7 @@ def _plan_storage(
 ) -> StoragePlan:
     tier = config.tiers.storage
     paths = []
-    for index, directory in enumerate(_existing_directories(config, stores)):
+    for index, directory in enumerate(existing_directories(config, stores)):
         usage = shutil.disk_usage(directory)
         path = StoragePath(
             device=directory.stat().st_dev,
@@ -199,24 +254,6 @@ def _plan_storage(
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,
     )
-
-
-def _outside_budgets(config: Config, layout: ModelLayout) -> dict[str, int | None]:
-    """Returns what no budget covers, in bytes; None where it is not bounded."""
-    model, itemsize = config.model, 4 if config.model.dtype == "float32" else 2
-    shape = gpt_shape(model) if model.factory is None else None
-    one_input = config.train.batch * model.context * model.width * itemsize
-    moved = config.offload and config.activations.offload != "none"
-    is_moved = moved and one_input >= config.activations.threshold
-    return {
-        "block_inputs": None if shape is None else 0 if is_moved else model.layers * one_input,
-        "logits": None
-        if shape is None
-        else logits_workspace_bytes(shape, batch=config.train.batch, length=model.context),
-        "gradients_on_their_way": max((unit.num_bytes for unit in layout.units), default=0),
-        "activations_within_blocks": None,
-        "library_workspaces": None,
-    }
 
 
 def _warnings(config: Config, directories: Sequence[Path]) -> Iterator[str]:
@@ -247,8 +284,8 @@ def num_kept_checkpoints(config: Config) -> int:
     return min(made, keep_last) if keep_last else made
 
 
-def _existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
-    """The nearest directory above each part of the store that is already there."""
+def existing_directories(config: Config, stores: Sequence[Path]) -> list[Path]:
+    """Returns the nearest directory above each part of the store that is already there."""
     wanted = list(stores) or [Path(path) for path in config.tiers.storage.paths] or [Path.cwd()]
     return [existing_directory(directory) for directory in wanted]
 

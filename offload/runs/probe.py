@@ -69,15 +69,16 @@ def probe_machine(
         rule: The update rule of most parameters.
     """
     return Machine(
-        paths=tuple(_probe_path(directory, engine, size) for directory in directories),
+        paths=tuple(probe_path(directory, engine, size) for directory in directories),
         copy_bytes_per_s=copy_rate_bytes_per_s(),
-        update_parameters_per_s=_update_rate(
+        update_parameters_per_s=probe_update(
             kernels, codec=codec, dtype=dtype, size=size, rule=rule
         ),
     )
 
 
-def _probe_path(directory: Path, engine: Engine, size: ProbeSize) -> PathRates:
+def probe_path(directory: Path, engine: Engine, size: ProbeSize) -> PathRates:
+    """Returns the rates of the path that `directory` lies on."""
     path = directory / _FILE
     path.unlink(missing_ok=True)
     file = open_file(path, create=True)
@@ -160,7 +161,8 @@ class _Request:
     buffer: torch.Tensor
 
 
-def _update_rate(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize, rule: str) -> float:
+def probe_update(kernels: Kernels, *, codec: str, dtype: str, size: ProbeSize, rule: str) -> float:
+    """Returns how many parameters the fused pass updates each second, all in memory."""
     bytes_each = 2 * DTYPES[dtype].itemsize + state_bytes_per_element(codec, dtype, rule)
     num_elements = max(min(_UPDATE_ELEMENTS, size.memory_bytes // bytes_each), 1 << 16)
     operands = _operands(num_elements, codec=codec, dtype=dtype, rule=rule)

@@ -11,6 +11,7 @@ from offload.runs.metrics import StepMetrics
 from offload.runs.phases import StepTimes
 from offload.runs.result import NUM_WARM_UP_STEPS, ratio
 from offload.session import SessionStats
+from offload.streaming.wrapped import MovedBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class StepFacts:
     times: StepTimes
     before: SessionStats
     after: SessionStats
+    validated: SessionStats
+    """After the validation that followed the step, if one did."""
     rss_bytes: int
     committed: int | None
     validation_loss: float | None
@@ -39,6 +42,8 @@ class StepRecorder:
     """None where no bound applies."""
     steps: list[StepMetrics] = field(default_factory=list)
     _times: list[StepTimes] = field(default_factory=list)
+    _since: MovedBytes | None = None
+    _validation_bytes: int = 0
     _hits: int = 0
     _misses: int = 0
 
@@ -46,6 +51,7 @@ class StepRecorder:
         """Returns the metrics of one step and keeps them."""
         times, before, after = facts.times, facts.before, facts.after
         bound = self._bound(times, self.machine)
+        moved = self._moved(facts)
         metrics = StepMetrics(
             step=facts.step,
             loss=facts.outcome.loss,
@@ -59,9 +65,9 @@ class StepRecorder:
             update_s=times.update_s,
             other_s=times.other_s,
             io_wait_s=times.io_wait_s,
-            read_bytes=after.read_bytes - before.read_bytes,
-            write_bytes=after.write_bytes - before.write_bytes,
-            cache_hit_bytes=after.cache_hit_bytes - before.cache_hit_bytes,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            cache_hit_bytes=moved.cache_hit_bytes,
             host_peak_bytes=after.host_peak_bytes,
             device_peak_bytes=after.device_peak_bytes,
             rss_bytes=facts.rss_bytes,
@@ -73,7 +79,7 @@ class StepRecorder:
             ),
             skipped=facts.outcome.skipped,
             validation_loss=facts.validation_loss,
-            written_bytes_per_day=_per_day(after.write_bytes - before.write_bytes, times.step_s),
+            written_bytes_per_day=_per_day(moved.write_bytes, times.step_s),
             store_bytes=sum(path.live_bytes for path in after.paths) or None,
         )
         self.steps.append(metrics)
@@ -82,6 +88,24 @@ class StepRecorder:
             self._hits += after.prefetch_hits - before.prefetch_hits
             self._misses += after.prefetch_misses - before.prefetch_misses
         return metrics
+
+    def _moved(self, facts: StepFacts) -> MovedBytes:
+        """Returns what a whole step moved up to now, without what validation read.
+
+        With updates under the next forward this is from the end of the updates before to the end
+        of those that ran in this step, whenever that was.
+        """
+        after, validated = facts.after, facts.validated
+        since, now = self._since or facts.before.moved_by_steps, after.moved_by_steps
+        read_bytes = now.read_bytes - since.read_bytes - self._validation_bytes
+        update_bytes = validated.update_read_bytes - after.update_read_bytes
+        self._since = now
+        self._validation_bytes = validated.read_bytes - after.read_bytes - update_bytes
+        return MovedBytes(
+            read_bytes=max(read_bytes, 0),
+            write_bytes=now.write_bytes - since.write_bytes,
+            cache_hit_bytes=now.cache_hit_bytes - since.cache_hit_bytes,
+        )
 
     @property
     def prefetch_hit_rate(self) -> float | None:

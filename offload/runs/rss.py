@@ -45,6 +45,12 @@ class RssMeter:
         return self._peak_bytes
 
 
+def current_rss_bytes() -> int:
+    """Returns the resident memory of this process now."""
+    rss_bytes: int = psutil.Process().memory_info().rss
+    return rss_bytes
+
+
 def _try_reset_peak() -> bool:
     try:
         _CLEAR.write_text(_RESET_PEAK)

@@ -185,6 +185,7 @@ class TrainingRun:
             times = clock.stop()
         after = session.stats()
         rss_bytes = self._rss.sample()
+        validation_loss = loop.validate() if self._is_validation_due(step) else None
         return self._recorder.record(
             StepFacts(
                 step=step,
@@ -192,9 +193,10 @@ class TrainingRun:
                 times=times,
                 before=before,
                 after=after,
+                validated=session.stats(),
                 rss_bytes=rss_bytes,
                 committed=self._committed,
-                validation_loss=loop.validate() if self._is_validation_due(step) else None,
+                validation_loss=validation_loss,
             )
         )
 

@@ -16,6 +16,7 @@ from offload.errors import StorageError
 from offload.storage.backend import BackendStats, Request
 from offload.storage.buffer import BufferView
 from offload.storage.counters import Counters
+from offload.storage.fair_queue import FairQueue
 from offload.storage.transfer import Completion, Operation, Transfer
 
 _RETRIED = (errno.EINTR, errno.EAGAIN)
@@ -41,7 +42,7 @@ class AiofilesBackend:
         self._counters = Counters()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._queue: asyncio.PriorityQueue[_Entry]
+        self._queue: FairQueue[_Entry]
         self._closing: asyncio.Event
         self._calls: dict[Operation, _Call] = {
             Operation.READ: wrap(os.preadv),
@@ -106,7 +107,7 @@ class AiofilesBackend:
         self, pool: ThreadPoolExecutor, outcome: "queue.SimpleQueue[StorageError | None]"
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue = asyncio.PriorityQueue()
+        self._queue = FairQueue(self._queue_depth)
         self._closing = asyncio.Event()
         self._sequence = itertools.count()
         with pool:
@@ -128,6 +129,7 @@ class AiofilesBackend:
     def _cancel_waiting(self) -> None:
         while not self._queue.empty():
             request = self._queue.get_nowait().request
+            self._queue.ended(request.transfer.operation)
             if request.has_more():
                 request.cancel()
                 if request.is_complete():
@@ -137,13 +139,14 @@ class AiofilesBackend:
     async def _work(self, pool: ThreadPoolExecutor) -> None:
         while True:
             # Not kept in a variable: an idle worker would keep the memory of its last transfer.
-            await self._work_on(await self._queue.get(), pool)
+            self._queue.ended(await self._work_on(await self._queue.get(), pool))
             self._queue.task_done()
 
-    async def _work_on(self, entry: "_Entry", pool: ThreadPoolExecutor) -> None:
+    async def _work_on(self, entry: "_Entry", pool: ThreadPoolExecutor) -> Operation:
+        """Moves the next piece of what was taken; returns its direction."""
         request = entry.request
         if not request.has_more():  # failed since it was queued
-            return
+            return entry.operation
         start = request.cut_bytes
         num_bytes = request.cut(self._block_bytes)
         if request.has_more():
@@ -153,6 +156,7 @@ class AiofilesBackend:
         request.finish_piece(start, completion)
         if request.is_complete():
             self._finish(request)
+        return entry.operation
 
     async def _move(
         self, transfer: Transfer, start: int, num_bytes: int, pool: ThreadPoolExecutor
@@ -193,6 +197,10 @@ class _Entry:
     priority: int
     sequence: int
     request: "_AiofilesRequest" = field(compare=False)
+
+    @property
+    def operation(self) -> Operation:
+        return self.request.transfer.operation
 
 
 class _AiofilesRequest:

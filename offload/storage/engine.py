@@ -36,12 +36,13 @@ class Ticket:
         waits for no other transfer.
     """
 
-    __slots__ = ("_completion", "_request", "_transfer")
+    __slots__ = ("_completion", "_reports", "_request", "_transfer")
 
     def __init__(self, transfer: Transfer, request: Request) -> None:
         self._transfer = transfer
         self._request: Request | None = request
         self._completion: Completion | None = None
+        self._reports = False
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the transfer is over.
@@ -70,6 +71,20 @@ class Ticket:
             self._settle(request)
         return True
 
+    def notify(self, event_fd: int | None) -> bool:
+        """Has 1 added to an eventfd when the transfer is over, or now if it is.
+
+        Only one at a time: False if there is another. None takes it back; then the descriptor may
+        be closed.
+        """
+        request = self._request
+        if request is not None:
+            self._reports = event_fd is not None
+            return request.notify(event_fd)
+        if event_fd is not None:
+            os.eventfd_write(event_fd, 1)
+        return True
+
     def __await__(self) -> Generator[object, None, None]:
         """Lets the event loop go on until the transfer is over; raises as `wait`.
 
@@ -94,6 +109,8 @@ class Ticket:
 
     def _settle(self, request: Request) -> None:
         """Takes the outcome and gives up the memory. Several threads at once store the same."""
+        if self._reports:
+            request.notify(None)  # it may be done and about to report
         self._completion = request.completion()
         nothing = BufferView(address=0, num_bytes=self._transfer.buffer.num_bytes, owner=None)
         self._transfer = replace(self._transfer, buffer=nothing)

@@ -1,5 +1,6 @@
 """An engine that moves no more than a given number of bytes each second."""
 
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ class PacedTicket:
 
     def __init__(self) -> None:
         self._started = threading.Event()
+        self._lock = threading.Lock()  # of starting and of the next
+        self._event_fd: int | None = None
         self._ticket: Ticket | None = None
         self._error: StorageError | None = None
 
@@ -45,12 +48,32 @@ class PacedTicket:
             return False
         return self._ticket is None or self._ticket.done()
 
+    def notify(self, event_fd: int | None) -> bool:
+        """Has 1 added to an eventfd when the transfer is over; as `engine.Ticket.notify`."""
+        with self._lock:
+            if self._ticket is not None:
+                return self._ticket.notify(event_fd)
+            if self._error is not None:
+                if event_fd is not None:
+                    os.eventfd_write(event_fd, 1)
+                return True
+            if event_fd is not None and self._event_fd is not None:
+                return False
+            self._event_fd = event_fd
+            return True
+
     def start(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+        with self._lock:
+            self._ticket = ticket
+            if self._event_fd is not None:
+                ticket.notify(self._event_fd)
         self._started.set()
 
     def fail(self, error: StorageError) -> None:
-        self._error = error
+        with self._lock:
+            self._error = error
+            if self._event_fd is not None:
+                os.eventfd_write(self._event_fd, 1)
         self._started.set()
 
 

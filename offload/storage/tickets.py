@@ -55,6 +55,21 @@ class StoreTicket:
             return self._replacement.done()
         return all(ticket.done() for ticket in self._tickets)
 
+    def notify(self, event_fd: int | None) -> None:
+        """Has an eventfd count each transfer that ends, or has; None takes it back.
+
+        A write that is started over after an error reports nothing: its `wait` is short.
+        """
+        for ticket in self._tickets:
+            ticket.notify(event_fd)
+
+    def waits_for(self) -> int | None:
+        """Returns the index of a path that a transfer of this is in flight on, if there is one."""
+        for move, ticket in zip(self._moves, self._tickets, strict=True):
+            if not ticket.done():
+                return move.path_index
+        return None
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all transfers are over.
 

@@ -1,13 +1,15 @@
-"""Reading back every block of a store and saying which are not what was written."""
+"""Reading back every block and manifest of a store, and which are not what was written."""
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from offload.errors import CorruptStateError, StorageError
+from offload.errors import CorruptStateError, StorageError, StoreError
 from offload.sizes import round_up
 from offload.storage.extents import Version
+from offload.storage.manifest_files import ManifestFiles
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
 
@@ -30,6 +32,16 @@ class BadBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BadManifest:
+    """A manifest, of a commit or a checkpoint, that is not as it was written."""
+
+    path: Path
+    """The directory, one of the storage paths."""
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What reading everything found."""
 
@@ -37,10 +49,11 @@ class VerifyReport:
     num_bytes: int
     """In use, of all records."""
     bad: list[BadBlock] = field(default_factory=list)
+    bad_manifests: list[BadManifest] = field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:
-        return not self.bad
+        return not self.bad and not self.bad_manifests
 
 
 Progress = Callable[[int, int], None]
@@ -50,7 +63,8 @@ Progress = Callable[[int, int], None]
 def verify(store: BlockStore, *, progress: Progress | None = None) -> VerifyReport:
     """Reads every block of every current record of an open store; best one opened read-only.
 
-    Blocks that only a checkpoint keeps are read too.
+    Blocks that only a checkpoint keeps are read too, and each manifest on each path: the store
+    opens with one that is whole, but the next damage may be to that.
 
     Raises:
         StoreError: Its owner has committed meanwhile and reused blocks: nothing can be said.
@@ -60,6 +74,7 @@ def verify(store: BlockStore, *, progress: Progress | None = None) -> VerifyRepo
         num_records=len(store.records()),
         num_bytes=sum(kept.version.num_bytes for kept in versions),
         bad=list(bad_blocks(store, progress=progress)),
+        bad_manifests=[bad for root in store.roots for bad in _bad_manifests(ManifestFiles(root))],
     )
 
 
@@ -81,6 +96,23 @@ def bad_blocks(store: BlockStore, *, progress: Progress | None = None) -> Iterat
         window.append(_start(store, span, slots[index % _NUM_SPANS]))
     for reading in window:
         yield from _finish(store, reading)
+
+
+def _bad_manifests(files: ManifestFiles) -> Iterator[BadManifest]:
+    reads = [
+        (files.path(sequence), partial(files.read, sequence)) for sequence in files.sequences()
+    ]
+    reads += [
+        (files.checkpoint_path(name), partial(files.read_checkpoint, name))
+        for name in files.checkpoint_names()
+    ]
+    for path, read in reads:
+        try:
+            read()
+        except FileNotFoundError:  # its owner has committed meanwhile
+            continue
+        except (CorruptStateError, StorageError, StoreError) as error:
+            yield BadManifest(path=path.parent, file=path.name, reason=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

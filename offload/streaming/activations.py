@@ -9,7 +9,7 @@ input is saved by its checkpoint outside of that checkpoint's hooks, and so can 
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.devices import Device
+from offload.memory import SlotPool
 from offload.plan.activations import ActivationPlan
+from offload.storage.spill import Spill
 from offload.streaming.activation_store import ActivationCounters, ActivationStore, Away
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.saved import (
@@ -161,6 +164,29 @@ class ActivationHooks(HookPair):
         return away
 
 
+def open_activations(
+    model: nn.Module,
+    discovered: DiscoveredModel,
+    options: ActivationOptions,
+    *,
+    slots: SlotPool[memoryview] | None,
+    device: Device,
+    make_spill: Callable[[int], Spill] | None,
+) -> "Activations":
+    """Returns what cares for a model's activations, laid around its modules."""
+    store = None
+    if slots is not None:
+        spill = None
+        if options.offload == "storage":
+            assert make_spill is not None, "a session whose config asks for storage has a store"
+            spill = make_spill(slots.slot_bytes)
+            spill.open()
+        store = ActivationStore(slots=slots, device=device, spill=spill)
+    activations = Activations(model, discovered, options, store)
+    activations.open()
+    return activations
+
+
 class Activations:
     """What happens to activations around the calls of a model and of its units.
 
@@ -177,7 +203,9 @@ class Activations:
         self._model = model
         self._store = store
         self._depth = 0
-        self._units = {unit.module: unit.is_element for unit in discovered.units}
+        self._units = {
+            module: unit.is_element for unit in discovered.units for module in unit.modules
+        }
         self._checkpoints = options.checkpoint == "unit"
         self._hooks: ActivationHooks | None = None
         if store is not None:

@@ -155,6 +155,16 @@ class Building:
         """Ends the care for `parameter`, whose values another owner has taken."""
         self._resident_bytes -= self._resident.pop(parameter, 0)
 
+    def release(self, model: nn.Module) -> None:
+        """Gives the modules of `model`, whose values another owner has taken, plain dicts again."""
+        modules = set(model.modules())
+        for module in self._modules:
+            if module in modules:
+                _make_plain(module)
+        self._modules = [module for module in self._modules if module not in modules]
+        if not self._modules:  # no other model waits to be wrapped
+            self.finish()
+
     def finish(self) -> None:
         """Gives every module that was built its plain `_parameters` back.
 
@@ -167,8 +177,7 @@ class Building:
         self._spilled.clear()
         self._resident.clear()
         for module in self._modules:
-            if isinstance(module._parameters, BuildingParameters):
-                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+            _make_plain(module)
         self._modules.clear()
 
     def _evict(self, *, keep: nn.Parameter) -> None:
@@ -188,3 +197,8 @@ class Building:
             self._resident_bytes -= self._resident.pop(parameter)
             self._spilled[parameter] = key
             parameter.data = placeholder_of(parameter)
+
+
+def _make_plain(module: nn.Module) -> None:
+    if isinstance(module._parameters, BuildingParameters):
+        module.__dict__["_parameters"] = dict(dict.items(module._parameters))

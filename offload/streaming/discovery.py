@@ -1,8 +1,8 @@
 """Finds the units of a model: which modules' parameters move together.
 
-A unit is one element of a module list; where an element holds most of its bytes in lists of its
-own, their elements are the units. What is left (embeddings, heads, final norms) is one unit per
-module that owns parameters.
+`offload.streaming.unit_modules` says which modules are units; here are their parameters and which
+calls need them. A unit that is tiny beside the largest joins a neighbour outside module lists: a
+final norm goes with the head.
 """
 
 import fnmatch
@@ -14,18 +14,27 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout import DTYPES, ParameterFacts, UnitFacts
+from offload.streaming.unit_modules import UnitRules, find_unit_modules, own_parameters
+
+TINY_SHARE = 64
+"""A unit with less than one part in so many of the largest joins a neighbour."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DiscoveredUnit:
     """One unit of a module tree, with the live objects behind its facts."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """Whose calls hold it; several where tiny units were joined."""
     facts: UnitFacts
     parameters: dict[str, nn.Parameter]
     """By the name of its facts, in the order in which they are laid out."""
     is_element: bool = False
-    """Its module is an element of a module list."""
+    """Its module is an element of a module list, or what a rule named."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(facts.num_bytes for facts in self.facts.parameters)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,43 +47,57 @@ class DiscoveredModel:
     needs: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
     """For the module of each unit: every unit that a call of it uses, tied ones included."""
 
+    def prefix_units(self, prefix: str) -> None:
+        """Puts `prefix` before the names of all units, under which a store keeps them."""
+        for unit in self.units:
+            unit.facts = UnitFacts(
+                name=f"{prefix}{unit.facts.name}", parameters=unit.facts.parameters
+            )
+
     co_resident_units: int = 1
     """The most units that are held at once: those of a call and of the calls around it."""
 
 
-def discover_units(model: nn.Module) -> DiscoveredModel:
+def discover_units(model: nn.Module, rules: UnitRules | None = None) -> DiscoveredModel:
     """Returns the units of `model` in the order of its modules.
 
     A tied parameter belongs to the first unit that has it.
 
     Raises:
-        ConfigError: A parameter has a dtype or layout that cannot be streamed.
+        ConfigError: A parameter has a dtype or layout that cannot be streamed, or a rule names
+            nothing.
     """
+    rules = UnitRules() if rules is None else rules
     names = _names_of_parameters(model)
     _require_apart(model, names)
-    owner_of: dict[int, int] = {}
-    discovered = DiscoveredModel(units=[])
-    for name, module in _unit_modules(model):
+    members: dict[int, tuple[nn.Module, ...]] = {}
+    owned: set[int] = set()
+    units: list[DiscoveredUnit] = []
+    for found in find_unit_modules(model, rules):
         parameters: dict[str, nn.Parameter] = {}
         facts: list[ParameterFacts] = []
-        for parameter in module.parameters(recurse=not _is_leftover(module, model)):
-            if id(parameter) in owner_of:
+        for parameter in (p for member in found.members for p in own_parameters(member)):
+            if id(parameter) in owned:
                 continue
-            owner_of[id(parameter)] = len(discovered.units)
+            owned.add(id(parameter))
             fact = _facts_of(parameter, names[id(parameter)])
             facts.append(fact)
             parameters[fact.name] = parameter
-        if facts:
-            unit_facts = UnitFacts(name=name, parameters=tuple(facts))
-            discovered.units.append(
-                DiscoveredUnit(
-                    module=module,
-                    facts=unit_facts,
-                    parameters=parameters,
-                    is_element=_is_element(model, name),
-                )
-            )
-    _record_needs(discovered, model, owner_of)
+        unit = DiscoveredUnit(
+            modules=(found.module,),
+            facts=UnitFacts(name=found.name, parameters=tuple(facts)),
+            parameters=parameters,
+            is_element=found.is_element,
+        )
+        units.append(unit)
+        members[id(found.module)] = found.members
+    discovered = DiscoveredModel(units=join_tiny_units(units, rules.smallest_bytes))
+    owner_of = {
+        id(parameter): index
+        for index, unit in enumerate(discovered.units)
+        for parameter in unit.parameters.values()
+    }
+    _record_needs(discovered, model, owner_of, members)
     discovered.co_resident_units = max(_most_held(discovered, model, frozenset()), 1)
     return discovered
 
@@ -102,26 +125,81 @@ def whole_matrices(model: DiscoveredModel, patterns: Sequence[str]) -> frozenset
     )
 
 
-def _is_element(root: nn.Module, name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    return bool(parent) and _is_list_of_modules(root.get_submodule(parent))
+def join_tiny_units(
+    units: Sequence[DiscoveredUnit], smallest_bytes: int | None
+) -> list[DiscoveredUnit]:
+    """Returns the units, those with less than `smallest_bytes` joined to a neighbour.
+
+    Elements of module lists, and modules whose calls run those of other units, stay apart. No unit
+    grows beyond the largest, and ones without parameters go.
+    """
+    largest = max((unit.num_bytes for unit in units), default=0)
+    limit = -(-largest // TINY_SHARE) if smallest_bytes is None else smallest_bytes
+    enclosing = _enclosing_modules(units)
+
+    def may_join(unit: DiscoveredUnit) -> bool:
+        return not unit.is_element and not any(m in enclosing for m in unit.modules)
+
+    joined: list[DiscoveredUnit] = []
+    for unit in units:
+        if not unit.parameters:
+            continue
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and min(before.num_bytes, unit.num_bytes) < limit
+            and before.num_bytes + unit.num_bytes <= largest
+            and may_join(before)
+            and may_join(unit)
+        ):
+            joined[-1] = _join(before, unit)
+        else:
+            joined.append(unit)
+    return joined
 
 
-def _record_needs(model: DiscoveredModel, root: nn.Module, owner_of: dict[int, int]) -> None:
+def _enclosing_modules(units: Sequence[DiscoveredUnit]) -> set[nn.Module]:
+    """The modules of units that contain the module of another unit."""
+    every = {module for unit in units for module in unit.modules}
+    return {
+        module
+        for module in every
+        if any(inside in every for inside in module.modules() if inside is not module)
+    }
+
+
+def _join(one: DiscoveredUnit, other: DiscoveredUnit) -> DiscoveredUnit:
+    name = max((one, other), key=lambda unit: unit.num_bytes).facts.name
+    return DiscoveredUnit(
+        modules=one.modules + other.modules,
+        facts=UnitFacts(name=name, parameters=one.facts.parameters + other.facts.parameters),
+        parameters={**one.parameters, **other.parameters},
+    )
+
+
+def _record_needs(
+    model: DiscoveredModel,
+    root: nn.Module,
+    owner_of: dict[int, int],
+    members: dict[int, tuple[nn.Module, ...]],
+) -> None:
     for module in root.modules():
-        owned = {owner_of[id(p)] for p in module._parameters.values() if p is not None}
+        owned = {owner_of[id(p)] for p in own_parameters(module)}
         if owned:
             model.owners[module] = tuple(sorted(owned))
     for unit in model.units:
-        recurse = not _is_leftover(unit.module, root)
-        needed = {owner_of[id(p)] for p in unit.module.parameters(recurse=recurse)}
-        model.needs[unit.module] = tuple(sorted(needed))
+        for module in unit.modules:
+            inside = (p for member in members[id(module)] for p in own_parameters(member))
+            model.needs[module] = tuple(sorted({owner_of[id(p)] for p in inside}))
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None:
+                full = f"{path}.{name}" if path else name
+                names.setdefault(id(parameter), []).append(full)
     return names
 
 
@@ -129,7 +207,7 @@ def _require_apart(model: nn.Module, names: dict[int, list[str]]) -> None:
     """Refuses parameters that share memory without being one: they would come apart."""
     spans = sorted(
         (p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size(), index, p)
-        for index, p in enumerate(_without_fetching(model))
+        for index, p in enumerate(_once(model))
         if p.numel() and not p.is_meta and p.is_contiguous()
     )
     for (base, start, _, before), (other, begin, _, after) in itertools.pairwise(spans):
@@ -141,56 +219,13 @@ def _require_apart(model: nn.Module, names: dict[int, list[str]]) -> None:
             )
 
 
-def _without_fetching(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields every parameter once; while a model is built, iteration would fetch and evict."""
+def _once(model: nn.Module) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     for module in model.modules():
-        for parameter in dict.values(module._parameters):
-            if parameter is not None and id(parameter) not in seen:
+        for parameter in own_parameters(module):
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
-
-
-def _is_leftover(module: nn.Module, root: nn.Module) -> bool:
-    """Whether `module`'s unit takes only the parameters that it owns itself.
-
-    So it is for the root and for every module that contains module lists.
-    """
-    return module is root or any(_is_list_of_modules(child) for child in module.modules())
-
-
-def _unit_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the module of each unit, in the order of `named_modules`."""
-    if root._parameters:
-        yield "root", root
-    yield from _units_below(root, "")
-
-
-def _units_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if _is_list_of_modules(child):
-            for element_name, element in child.named_children():
-                yield from _units_of_element(element, f"{path}.{element_name}")
-        else:
-            if child._parameters:
-                yield path, child
-            yield from _units_below(child, f"{path}.")
-
-
-def _units_of_element(element: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    if any(_is_list_of_modules(child) for child in element.modules()):
-        if element._parameters:
-            yield path, element
-        yield from _units_below(element, f"{path}.")
-    else:
-        yield path, element
-
-
-def _is_list_of_modules(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
-        True for _ in module.parameters()
-    )
 
 
 def _facts_of(parameter: nn.Parameter, names: list[str]) -> ParameterFacts:

@@ -1,7 +1,7 @@
 """Gradients: taken as they appear, kept in the host arena, shown as `p.grad`."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class Gradients:
         region: memoryview,
         dtype: str,
         sums_of_squares: SumsOfSquares,
+        before_write: Callable[[], None],
         device: Device | None = None,
     ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
@@ -60,6 +61,7 @@ class Gradients:
                     placed.facts.name,
                     memory,
                     sums_of_squares,
+                    before_write,
                     device=self._device.torch_device,
                 )
                 self._accumulators[parameter] = accumulator

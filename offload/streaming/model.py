@@ -9,6 +9,7 @@ from torch import nn
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.parameters import ClosedParameters, PickledCopies, StreamedParameters
 from offload.streaming.residency import Residency
+from offload.streaming.resident import ResidentUnits
 from offload.streaming.saved import SavedTensorHooks
 from offload.streaming.swap import Call, attach, detach
 from offload.streaming.torch_private import (
@@ -24,11 +25,17 @@ class StreamedModel:
     Concurrency: One thread at a time runs the model.
     """
 
-    def __init__(self, model: nn.Module, discovered: DiscoveredModel, residency: Residency) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        discovered: DiscoveredModel,
+        residency: Residency | ResidentUnits,
+    ) -> None:
         self.model = model
         self.residency = residency
         self._discovered = discovered
-        self._hooks = SavedTensorHooks(residency)
+        # Autograd may keep what stays in memory: a step raises the version of what it saved.
+        self._hooks = SavedTensorHooks(residency) if isinstance(residency, Residency) else None
         self._unit_of: dict[int, int] = {}
         self._depth = 0
         self._until_forward_ends: list[int] = []
@@ -50,11 +57,12 @@ class StreamedModel:
                 module.__dict__["_parameters"] = parameters
 
     def close(self) -> None:
-        """Gives the modules their classes back; their parameters can't be used any more."""
+        """Gives the modules their classes back; streamed parameters can't be used any more."""
         for module in self.model.modules():
             if isinstance(module._parameters, StreamedParameters):
-                closed = ClosedParameters(dict.items(module._parameters))
-                module.__dict__["_parameters"] = closed
+                items = dict.items(module._parameters)
+                stays = isinstance(self.residency, ResidentUnits)
+                module.__dict__["_parameters"] = dict(items) if stays else ClosedParameters(items)
             detach(module)
 
     def after_update(self) -> None:
@@ -74,7 +82,7 @@ class StreamedModel:
             for index in units:
                 self.residency.hold(index)
                 held.append(index)
-            pushed = self._hooks.push()
+            pushed = self._hooks is not None and self._hooks.push()
             return call(*args, **kwargs)
         finally:
             if pushed:
@@ -86,11 +94,18 @@ class StreamedModel:
                 self._release(self._until_forward_ends, evict=True)
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
-        """Replaces placeholders in `values` by copies of the parameters; no budget covers them."""
+        """Replaces placeholders in `values` by the parameters' values.
+
+        Those of streamed ones are copies, which no budget covers.
+        """
         for name, parameter in dict.items(module._parameters):
-            if parameter is not None and id(parameter) in self._unit_of:
-                self._on_access(parameter)
+            if parameter is None or id(parameter) not in self._unit_of:
+                continue
+            self._on_access(parameter)
+            if isinstance(self.residency, Residency):
                 values[prefix + name] = parameter.detach().clone()
+            elif values[prefix + name] is not parameter:
+                values[prefix + name] = parameter.detach()
 
     def before_load(self, module: nn.Module) -> None:
         """Fetches what `module` owns, so that values can be copied in."""
@@ -126,7 +141,7 @@ class StreamedModel:
             self.residency.hold(index)
             self._until_forward_ends.append(index)
         else:
-            self.residency.fetch(self.residency.units[index], is_recorded=False)
+            self.residency.look(index)
 
     def _on_backward_end(self) -> None:
         self._release(self._until_backward_ends, evict=False)

@@ -4,6 +4,7 @@ See [Note: a slot belongs to a storage object] in `offload.memory.storages`: evi
 drops the engine's own views; the slot comes back when the last alias of it is gone.
 """
 
+import contextlib
 import gc
 import logging
 import time
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.devices import CpuDevice, Device
-from offload.errors import BudgetError
+from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
 from offload.memory import Region, SlotPool
 from offload.sizes import format_size
@@ -91,6 +92,8 @@ class Residency:
         unit = self.units[index]
         if unit.num_holds == 0 or unit.state is not CopyState.CLEAN:
             self.fetch(unit)
+        if unit.num_holds == 0 and torch.is_grad_enabled():
+            unit.note_references()
         unit.num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
@@ -102,6 +105,10 @@ class Residency:
         unit = self.units[index]
         unit.num_holds -= 1
         if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
+            if torch.is_grad_enabled():
+                unit.find_kept()
+            if unit.kept_names:
+                return
             following = self.trace.next_access()
             if following != Access(unit=index, is_backward=False):
                 self.evict(unit)
@@ -144,6 +151,10 @@ class Residency:
         assert unit.base is not None
         return unit.base
 
+    def look(self, index: int) -> None:
+        """Fetches a unit for a look from outside a pass."""
+        self.fetch(self.units[index], is_recorded=False)
+
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow."""
         ahead = 0
@@ -168,8 +179,7 @@ class Residency:
         if unit.state is CopyState.ABSENT:
             return
         if unit.state is CopyState.FETCHING:
-            for transfer in unit.transfers:
-                transfer.wait()
+            _wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
         self._drop(unit)
@@ -189,7 +199,7 @@ class Residency:
     def evict_used(self) -> None:
         """Takes out what an earlier pass left behind; what is prefetched stays."""
         for unit in self.units:
-            if unit.was_used and unit.num_holds == 0:
+            if unit.was_used and unit.num_holds == 0 and not unit.kept_names:
                 self.evict(unit)
 
     def capture_edits(self, unit: StreamedUnit) -> None:
@@ -218,6 +228,7 @@ class Residency:
             for transfer in unit.transfers:
                 transfer.wait()
         except BaseException:
+            _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
         self.counters.io_wait_s += time.perf_counter() - started
@@ -273,6 +284,7 @@ class Residency:
             for unit in self.units
             if unit.num_holds == 0
             and unit is not keep
+            and not unit.kept_names
             and unit.base is not None
             and unit.base.numel()
             and unit.state is not CopyState.ABSENT
@@ -281,9 +293,17 @@ class Residency:
 
     def _no_slot(self, unit: StreamedUnit) -> str:
         held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in self.units if u.num_holds)
+        kept = ", ".join(f"`{name}`" for u in self.units for name in u.kept_names)
         return (
             f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
             f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
-            "kept by tensors that still point into them (views of parameters that were kept); "
+            f"kept by {f'whoever keeps {kept}, or ' if kept else ''}tensors that still point into "
+            "them (views of parameters that were kept); "
             f"drop those, or raise `tiers.{'host' if self._device.is_unified else 'device'}.memory`"
         )
+
+
+def _wait_quietly(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        with contextlib.suppress(OffloadError):
+            transfer.wait()

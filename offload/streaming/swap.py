@@ -5,6 +5,11 @@ Module hooks around units miss recomputation inside a layer's own `forward`, ear
 activation checkpoints, and compiled callables, and then give wrong gradients in silence. A
 dynamic subclass that overrides `__call__` is outside all of these, and since the link to the
 engine is a weak registry, deep copies and pickles are plain modules.
+
+[Note: nothing of the engine is traced]
+What a compiler traces becomes the way in which a graph finds its inputs. A look at the registry
+would let it find a module by its place there, and one block's graph, reused for the next, would
+read the first one's parameters. So under a compiler only the class is asked.
 """
 
 import weakref
@@ -34,22 +39,23 @@ class OuterAttachment(Attachment, Protocol):
 
 
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 class Streamed:
     """Mixin that comes first in the method resolution order of a swapped module."""
 
+    _offload_is_unit = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():  # see [Note: nothing of the engine is traced]
+            # A leaf inside a compiled unit is transparent; a unit in a larger graph breaks it.
+            is_unit = self._offload_is_unit
+            return _call_eagerly(self, args, kwargs) if is_unit else call(*args, **kwargs)
         attachment = _attachments.get(self)  # type: ignore[call-overload]
         if attachment is None:  # a deep copy: a plain module
             return call(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            # A leaf inside a compiled unit is transparent; a unit in a larger graph breaks it.
-            return (
-                _call_eagerly(self, args, kwargs) if attachment.is_unit else call(*args, **kwargs)
-            )
         return attachment.run(call, args, kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -71,10 +77,12 @@ class Streamed:
 def attach(module: nn.Module, attachment: Attachment) -> None:
     """Swaps the class of `module` and routes its calls through `attachment`."""
     cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(cls.__name__, (Streamed, cls), {"__module__": cls.__module__})
+    key = cls, attachment.is_unit
+    if key not in _classes:
+        own = {"__module__": cls.__module__, "_offload_is_unit": attachment.is_unit}
+        _classes[key] = type(cls.__name__, (Streamed, cls), own)
     _attachments[module] = attachment
-    module.__class__ = _classes[cls]
+    module.__class__ = _classes[key]
 
 
 def attach_around(module: nn.Module, outer: OuterAttachment) -> None:

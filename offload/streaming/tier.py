@@ -4,6 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
@@ -104,6 +105,18 @@ class HostUnits:
             copy.synchronize()
 
 
+class StoredTier(Protocol):
+    """Storage, as staging uses it."""
+
+    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+        """Starts filling host memory."""
+        ...
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
+        ...
+
+
 class StagedUnits:
     """Units on storage that are computed with on a device of its own memory.
 
@@ -114,7 +127,7 @@ class StagedUnits:
     Concurrency: One thread calls.
     """
 
-    def __init__(self, stored: StoredUnits, staging: SlotPool[memoryview], device: Device) -> None:
+    def __init__(self, stored: StoredTier, staging: SlotPool[memoryview], device: Device) -> None:
         self._stored = stored
         self._staging = staging
         self._device = device

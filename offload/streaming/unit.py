@@ -1,5 +1,6 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
+import sys
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 import torch
 import xxhash
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from offload.errors import StoreError
 from offload.layout import Unit
@@ -144,6 +146,44 @@ class StreamedUnit:
         self.num_holds = 0
         self.was_used = False
         self.hashes: list[int] | None = None
+        self._nodes: list[Node] = []
+        self._references: list[int] = []
+        self._kept: dict[int, int] = {}
+
+    def note_references(self) -> None:
+        """Notes how often each parameter is referred to before a call.
+
+        torch's own references count as one or none: the node that accumulates its gradient is
+        held, so that it is always one.
+        """
+        if not self._nodes:
+            self._nodes = [
+                get_gradient_edge(binding.parameter).node
+                for binding in self.bindings
+                if binding.parameter.requires_grad
+            ]
+        self._references = self._count_references()
+
+    def find_kept(self) -> None:
+        """Finds the parameters to which a call has left references, such as `ctx.weight = weight`.
+
+        Backward reads those parameters themselves: no hook brings them back.
+        """
+        after = self._count_references()
+        pairs = enumerate(zip(self._references, after, strict=True))
+        self._kept = {index: now for index, (before, now) in pairs if now > before}
+
+    @property
+    def kept_names(self) -> list[str]:
+        """The parameters that a call has left references to which are still there."""
+        if not self._kept:
+            return []
+        now = self._count_references()
+        self._kept = {index: count for index, count in self._kept.items() if now[index] >= count}
+        return [self.bindings[index].name for index in self._kept]
+
+    def _count_references(self) -> list[int]:
+        return [sys.getrefcount(binding.parameter) for binding in self.bindings]
 
     @property
     def name(self) -> str:

@@ -4,8 +4,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,29 +14,28 @@ from torch import nn
 from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
-from offload.memory import memory_of, trim_heap
+from offload.memory import trim_heap
 from offload.optim.commit_head import CommitHead
+from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
-from offload.optim.pipeline import (
-    ModelState,
-    ParameterUpdate,
-    UpdatePipeline,
-    parameter_key,
-    state_key,
-)
+from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
 from offload.optim.written import written_by_commit, written_until_commit
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
-from offload.policy import Order
+from offload.policy import Order, resolve_overlap
 from offload.storage.spill import Spill
+from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
-from offload.storage.tickets import StoreTicket
-from offload.streaming.activation_store import ActivationCounters, ActivationStore
-from offload.streaming.activations import ActivationOptions, Activations
+from offload.streaming.activation_store import ActivationCounters
+from offload.streaming.activations import (
+    ActivationOptions,
+    Activations,
+    open_activations,
+)
 from offload.streaming.adoption import Adoption
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
@@ -47,9 +45,13 @@ from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import ParameterTier, Residency
+from offload.streaming.resident import ResidentUnits
 from offload.streaming.rollback import read_back
+from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.unit import StreamedUnit
+from offload.streaming.unit_modules import UnitRules
+from offload.streaming.write_back import write_dirty
 
 logger = logging.getLogger("offload.streaming")
 
@@ -62,6 +64,9 @@ class WrapOptions:
         budget_bytes: Of the host tier; None: as much as the model needs.
         device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
+        units: What the user says about units.
+        name: Of a model that is kept beside the one that is trained: it takes no more of the
+            budgets than what it needs and what is fetched ahead.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
@@ -76,6 +81,18 @@ class WrapOptions:
     prefetch_distance: int
     is_training: bool
     activations: ActivationOptions = field(default_factory=ActivationOptions)
+    units: UnitRules | None = None
+    name: str | None = None
+    overlap: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBytes:
+    """What a model's steps moved from and to storage, padding included, or found in memory."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    cache_hit_bytes: int = 0
 
 
 class WrappedModel:
@@ -115,7 +132,6 @@ class WrappedModel:
         self._is_resumed = resume is not None
         self._make_spill = make_spill
         self._activations: Activations | None = None
-        self._failure: BaseException | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
@@ -124,6 +140,9 @@ class WrappedModel:
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
+        overlap = resolve_overlap(options.overlap) if options.is_training else None
+        self._updates = StepUpdates(order=order, overlap=overlap)
+        self._moved_by_steps = MovedBytes()
 
     def open(self) -> None:
         """Lays the model out, moves its parameters to their tier and attaches to its modules.
@@ -132,7 +151,9 @@ class WrappedModel:
             PlanError: The budget is too small; nothing was moved.
             StoreError: The resumed store holds another model.
         """
-        discovered = discover_units(self.model)
+        discovered = discover_units(self.model, self.options.units)
+        if self.options.name is not None:
+            discovered.prefix_units(f"{self.options.name}/")
         self.layout = self._lay_out(discovered)
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
@@ -150,21 +171,38 @@ class WrappedModel:
         if self._is_streamed:
             move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
-        self._attach_activations(discovered)
+        elif self._updates.deferred is not None:
+            self._attach_resident(discovered, self._updates.deferred)
+        if self.options.is_training and self.options.activations.is_used:
+            self._activations = open_activations(
+                self.model,
+                discovered,
+                self.options.activations,
+                slots=self._memory.activations,
+                device=self.device,
+                make_spill=self._make_spill,
+            )
         self._note_versions()
 
     def close(self) -> None:
-        """Detaches from the model's modules; may be called again."""
-        if self._activations is not None:
-            self._activations.close()
-        if self._gradients is not None:
-            self._gradients.close()
-        if self._streamed is not None:
-            self._streamed.close()
-        if self._staged is not None:
-            self._staged.close()
-        if self._device_memory is not None:
-            self.device.unregister_host(self._memory.whole)
+        """Applies what is pending and detaches from the model's modules; may be called again.
+
+        Raises:
+            StorageError, CorruptStateError: The pending updates failed.
+        """
+        try:
+            self._updates.close()
+        finally:
+            if self._activations is not None:
+                self._activations.close()
+            if self._gradients is not None:
+                self._gradients.close()
+            if self._streamed is not None:
+                self._streamed.close()
+            if self._staged is not None:
+                self._staged.close()
+            if self._device_memory is not None:
+                self.device.unregister_host(self._memory.whole)
 
     # What the optimizer asks.
 
@@ -206,7 +244,7 @@ class WrappedModel:
         return self.steps.get(name, 0)
 
     def apply(self, updates: dict[str, ParameterUpdate]) -> None:
-        """Updates the named parameters and counts one completed step.
+        """Updates the named parameters, now or under the next forward; counts a completed step.
 
         Raises:
             StorageError: With `errno` ENOSPC, the paths have no room for what the step may write;
@@ -214,14 +252,20 @@ class WrappedModel:
             StorageError, CorruptStateError: A transfer failed: the state is between two steps,
                 and no commit is accepted any more.
         """
-        self._require_whole("update")
+        self._updates.require_whole("update")
         started = time.perf_counter()
+        self._updates.finish()
         self._require_room_for_step()
         self._leave_slots()
         if self._gradients is not None:
             self._gradients.settle()
+        step = self.completed_steps + 1
         try:
-            self._run_pipeline(updates)
+            if self._updates.deferred is None:
+                self._updates.run(updates, step=step)
+            else:
+                assert self._streamed is not None
+                self._updates.start(updates, step=step, trace=self._streamed.residency.trace)
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
                 # As after any in-place update: a graph that saved the old value must not be used.
@@ -229,7 +273,7 @@ class WrappedModel:
             self.completed_steps += 1
             self._note_versions()
         except BaseException as error:  # an interrupt too: what is counted is not what is done
-            self._failure = error
+            self._updates.failure = error
             raise
         if self._streamed is not None:
             self._streamed.after_update()
@@ -239,14 +283,36 @@ class WrappedModel:
 
     @property
     def io_wait_s(self) -> float:
-        waited = self._pipeline.io_wait_s
-        waited += self._residency.counters.io_wait_s if self._residency else 0.0
-        return waited + self.activations.wait_s
+        """Time for which the caller's thread waited for storage."""
+        fetches_s = self._residency.counters.io_wait_s if self._residency else 0.0
+        return fetches_s + self._updates.io_wait_s + self.activations.wait_s
 
     @property
-    def cache_hit_bytes(self) -> int:
-        """Of records that an update found in memory."""
-        return self._pipeline.cache_hit_bytes
+    def update_wait_s(self) -> float:
+        """Time for which passes waited for pending updates."""
+        return self._updates.deferred.wait_s if self._updates.deferred else 0.0
+
+    def moved(self) -> "MovedBytes":
+        """Returns what was moved so far, without what commits wrote and digests read."""
+        io = self._store.stats() if self._store is not None else None
+        return MovedBytes(
+            read_bytes=io.read_bytes - self.digest_read_bytes if io else 0,
+            write_bytes=io.write_bytes - self.commit_record_bytes if io else 0,
+            cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
+        )
+
+    def moved_by_steps(self) -> "MovedBytes":
+        """Returns `moved` of when no update was pending last: differences are of whole steps."""
+        return self.moved() if self._updates.deferred is None else self._moved_by_steps
+
+    @property
+    def update_read_bytes(self) -> int:
+        return self._updates.pipeline.read_bytes
+
+    @property
+    def stalls(self) -> tuple[Stall, ...]:
+        """What the caller's thread waited for, longest first."""
+        return self._updates.stalls.stalls()
 
     @property
     def activations(self) -> ActivationCounters:
@@ -268,12 +334,13 @@ class WrappedModel:
 
     def commit(self, metadata: Mapping[str, Any]) -> None:
         """Writes what is resident and changed, then publishes the current versions."""
-        self._require_whole("commit")
+        self._updates.require_whole("commit")
         assert self._store is not None
+        self._updates.finish()
         before = self._store.stats().write_bytes
         self._settle_edits()
         self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
-        self._write_dirty()
+        write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
         buffers = ModelBuffers(self.model).write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
         self._store.commit(
@@ -288,10 +355,10 @@ class WrappedModel:
 
     def roll_back(self, load: Callable[[], CommitHead]) -> None:
         """Goes back to what `load` makes current in the store, whatever was pending or failed."""
+        self._updates.drop()
         if self._residency is not None:
             self._residency.evict_all()
         point = load()
-        self._failure = None
         self._window.drop_cached()
         self._state.edited.clear()
         self._state.dirty.clear()
@@ -306,11 +373,13 @@ class WrappedModel:
 
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
-        self._require_whole("digest")
+        self._updates.require_whole("digest")
+        self._updates.finish()
         self._settle_edits()
         before = self._read_bytes()
         stored = [] if self._state.parameters is not None else self.layout.subgroups.values()
         largest = max((s.padded_parameter_bytes for each in stored for s in each), default=0)
+        self._updates.pipeline.drop_prefetched()  # the digest reads through a buffer
         with self._memory.lend_scratch(largest, make_room=self._give_slots_back) as scratch:
             reader = StateParts(
                 store=self._store,
@@ -393,10 +462,19 @@ class WrappedModel:
             )
 
     def _make_plan(self, layout: ModelLayout) -> HostPlan:
+        budget = self.options.budget_bytes
+        if budget is not None and self.options.name is None:
+            return self._plan_within(layout, budget)
+        needed = self._plan_within(layout, UNBOUNDED_BYTES)
+        if budget is None or needed.planned_bytes > budget:
+            return needed if budget is None else self._plan_within(layout, budget)
+        return dataclasses.replace(needed, budget_bytes=budget)
+
+    def _plan_within(self, layout: ModelLayout, budget_bytes: int) -> HostPlan:
         options = self.options
         return plan_host(
             layout,
-            budget_bytes=UNBOUNDED_BYTES if options.budget_bytes is None else options.budget_bytes,
+            budget_bytes=budget_bytes,
             parameters=options.parameters,
             optimizer=options.optimizer,
             gradient_dtype=options.gradient_dtype,
@@ -409,9 +487,18 @@ class WrappedModel:
         )
 
     def _make_device_plan(self) -> DevicePlan:
+        budget = self.options.device_budget_bytes
+        if budget is None or self.options.name is None:
+            return self._device_plan_within(budget)
+        needed = self._device_plan_within(None)
+        if needed.planned_bytes > budget:
+            return self._device_plan_within(budget)
+        return dataclasses.replace(needed, budget_bytes=budget)
+
+    def _device_plan_within(self, budget_bytes: int | None) -> DevicePlan:
         return plan_device(
             self.layout,
-            budget_bytes=self.options.device_budget_bytes,
+            budget_bytes=budget_bytes,
             co_resident_units=self._co_resident_units,
             prefetch_distance=self.options.prefetch_distance,
             holds_all=self.options.budget_bytes is None,
@@ -435,6 +522,7 @@ class WrappedModel:
                 dtype=options.gradient_dtype,
                 device=self.device,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
+                before_write=self._before_gradients_change,
             )
         self._lay_out_state()
 
@@ -455,7 +543,7 @@ class WrappedModel:
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
         )
-        self._pipeline = UpdatePipeline(self._state, self._window, self._kernels)
+        self._updates.use(self._state, self._window, self._kernels)
 
     def _adopt(self) -> None:
         adoption = Adoption(
@@ -470,7 +558,7 @@ class WrappedModel:
         elif self._memory.slots is not None:
             adoption.make_stored(self._memory.slots)
         if self._building is not None:
-            self._building.finish()
+            self._building.release(self.model)
         trim_heap()
         if self._state.records is not None and not self._is_resumed:
             # A resident fp32 master starts as its parameter, as an edited one does.
@@ -501,26 +589,20 @@ class WrappedModel:
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
 
-    def _attach_activations(self, discovered: DiscoveredModel) -> None:
-        options, slots = self.options.activations, self._memory.activations
-        if not self.options.is_training or not options.is_used:
-            return
-        store = None
-        if slots is not None:
-            spill = None
-            if options.offload == "storage":
-                assert self._make_spill is not None
-                spill = self._make_spill(slots.slot_bytes)
-                spill.open()
-            store = ActivationStore(slots=slots, device=self.device, spill=spill)
-        self._activations = Activations(self.model, discovered, options, store)
-        self._activations.open()
+    def _attach_resident(self, discovered: DiscoveredModel, deferred: DeferredUpdates) -> None:
+        assert self._state.parameters is not None
+        resident = ResidentUnits(self.layout, self._parameters, self._state.parameters, deferred)
+        self._updates.resident = resident
+        self._streamed = StreamedModel(self.model, discovered, resident)
+        self._streamed.open()
 
     def _make_tier(self) -> ParameterTier:
         if self._state.parameters is not None:
-            return HostUnits(self.layout, self._state.parameters, self.device)
+            host = HostUnits(self.layout, self._state.parameters, self.device)
+            return self._updates.gate(self.layout, host) or host
         assert self._store is not None
-        stored = StoredUnits(self.layout, self._store)
+        plain = StoredUnits(self.layout, self._store)
+        stored = self._updates.gate(self.layout, plain) or plain
         if self.device.is_unified:
             return stored
         assert self._memory.slots is not None
@@ -535,20 +617,9 @@ class WrappedModel:
 
     # Steps of updating and committing.
 
-    def _run_pipeline(self, updates: Mapping[str, ParameterUpdate]) -> None:
-        records = self.layout.records
-        step = self.completed_steps + 1
-        sequence = self._order.sequence(len(records), step)
-        if updates:
-            capacity = self.plan.num_cached
-            kept = {records[i].name for i in self._order.kept(len(records), capacity, step)}
-        else:  # edits alone move nothing in or out of the cache
-            kept = set(self._window.cached)
-        try:
-            self._pipeline.run([records[index] for index in sequence], updates, kept=kept)
-        except BaseException as error:
-            self._failure = error
-            raise
+    def _before_gradients_change(self) -> None:
+        if self._updates.finish_before_gradients():
+            self._moved_by_steps = self.moved()
 
     def _leave_slots(self) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""
@@ -596,7 +667,7 @@ class WrappedModel:
             self._leave_slots()
             self._note_versions()
         if self._state.edited:
-            self._run_pipeline({})
+            self._updates.run({}, step=self.completed_steps + 1)
 
     def _on_edit(self, unit: StreamedUnit, names: list[str]) -> None:
         del unit
@@ -625,34 +696,6 @@ class WrappedModel:
     def _note_versions(self) -> None:
         self._seen_versions = {name: p._version for name, p in self._parameters.items()}
 
-    def _write_dirty(self) -> None:
-        """Writes resident records and parameters that differ from the store's."""
-        assert self._store is not None
-        in_flight: deque[StoreTicket] = deque()
-        for key, memory, num_bytes in self._dirty_parts():
-            if len(in_flight) == self.plan.num_written_at_once:
-                in_flight.popleft().wait()
-            in_flight.append(self._store.write(key, memory, num_bytes=num_bytes))
-        for ticket in in_flight:
-            ticket.wait()
-        self._state.dirty.clear()
-
-    def _dirty_parts(self) -> Iterator[tuple[str, memoryview, int]]:
-        """Yields the store's name, the memory and the bytes in use of each."""
-        dirty, state = self._state.dirty, self._state
-        for record in self.layout.records:
-            key, memory = state_key(record), self._window.cached_state(record)
-            if state.records is not None:
-                memory = memory_of(state.records[record.name])
-            if memory is not None and key in dirty:
-                yield key, memory, record.num_bytes
-        for name, flat in (state.parameters or {}).items():
-            memory = memory_of(flat)
-            for s in self.layout.subgroups[name]:
-                if parameter_key(s) in dirty:
-                    stop = s.offset_bytes + s.padded_parameter_bytes
-                    yield parameter_key(s), memory[s.offset_bytes : stop], s.parameter_bytes
-
     def _require_room_for_step(self) -> None:
         if self._store is not None:
             commits = self._store.durability == "commit"
@@ -662,10 +705,3 @@ class WrappedModel:
     def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
         assert self._store is not None
         self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)
-
-    def _require_whole(self, action: str) -> None:
-        if self._failure is not None:
-            raise StoreError(
-                f"cannot {action}: an update failed ({self._failure}) and left the state between "
-                "two steps; close the session and resume from the last commit"
-            ) from self._failure

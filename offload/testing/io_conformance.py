@@ -326,6 +326,19 @@ class IOConformance:
 
         self._assert_happens(try_once, file)
 
+    def test_a_write_goes_on_while_more_urgent_reads_wait(self, file: StorageFile) -> None:
+        memories = [np.empty(_SLOW_BYTES, np.uint8) for _ in range(3)]
+        one_piece = bytes(64 * KIB)
+
+        def try_once(engine: Engine) -> bool:
+            reads = [engine.read(file, 0, memory, priority=Priority.NEEDED) for memory in memories]
+            engine.write(file, 0, one_piece, priority=Priority.WRITE_BACK).wait(_WAIT_S)
+            was_before_the_last_read = not reads[-1].done()
+            _wait_all(reads)
+            return was_before_the_last_read
+
+        self._assert_happens(try_once, file, queue_depth=4)
+
     def test_tickets_can_be_awaited(self, engine: Engine, file: StorageFile) -> None:
         written = _random_bytes(300 * KIB)
         found = [bytearray(KIB) for _ in range(300)]
@@ -600,13 +613,15 @@ class IOConformance:
 
         assert any_file.path.stat().st_size == MIB
 
-    def _assert_happens(self, try_once: Callable[[Engine], bool], file: StorageFile) -> None:
+    def _assert_happens(
+        self, try_once: Callable[[Engine], bool], file: StorageFile, *, queue_depth: int = 1
+    ) -> None:
         """Checks a law that can be seen only while a transfer is in flight.
 
         A broken engine never shows it; a right one does, unless the transfers are too quick.
         """
         os.ftruncate(file.fd, _SLOW_BYTES)
-        with self.make_engine(queue_depth=1, block_bytes=64 * KIB) as engine:
+        with self.make_engine(queue_depth=queue_depth, block_bytes=64 * KIB) as engine:
             assert any(try_once(engine) for _ in range(_ATTEMPTS))
 
 

@@ -55,3 +55,29 @@ def test_unequal_paths_are_set_up_measured_and_removed(tmp_path):
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(found.read_text(encoding="utf-8"))["read"]["together"] > 0
     assert list((tmp_path / "path").iterdir()) == []
+
+
+def test_the_costs_of_the_store_are_figures(tmp_path):
+    done = run_script(
+        "store_costs.py",
+        "--layers",
+        "1",
+        "--width",
+        "96",
+        "--pairs",
+        "2",
+        "--commits",
+        "2",
+        tmp_path,
+    )
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["checksums"]["hashed_bytes_per_step"] > 10**6
+    assert [each["order"] for each in result["commits"]] == ["sequential", "resident"]
+    assert result["commits"][1]["commit_bytes"] > 100 * result["commits"][0]["commit_bytes"]
+    # The kernel counts the same bytes whether steps are committed or not; a step of this model is
+    # so short that it ends before or after a prefetch for the next.
+    assert result["traffic"]["read_ratio"] == pytest.approx(1, abs=0.1)
+    assert result["traffic"]["write_ratio"] == pytest.approx(1, abs=0.01)
+    assert list(tmp_path.iterdir()) == []

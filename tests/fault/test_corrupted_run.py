@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.cli.app import run as run_cli
 from offload.config import load_config
 from offload.errors import ConfigError, CorruptStateError
 from offload.runs.inspection import inspect_store, verify_store
@@ -90,3 +91,15 @@ def test_a_resume_from_damaged_parameters_names_record_and_parameter(run):
 def test_a_path_that_is_no_store_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         inspect_store(tmp_path / "absent")
+
+
+def test_verify_of_a_damaged_manifest_exits_with_1_and_names_it(run, capsys):
+    manifest = next(Path(run.store).glob("manifest-*"))
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+
+    code = run_cli(["verify", run.run_dir, "--json"])
+
+    assert code == 1
+    assert manifest.name in capsys.readouterr().out

@@ -328,3 +328,35 @@ def test_any_flipped_byte_of_all_manifests_is_never_a_wrong_number(tmp_path, eng
     store.open()
     assert contents_of(store) == expected_at(1)
     store.close()
+
+
+def test_verify_names_a_manifest_with_any_flipped_byte_though_others_are_whole(
+    tmp_path, engine, caplog
+):
+    caplog.set_level(logging.CRITICAL)
+    store = make_store(tmp_path / "store", engine)
+    store.create()
+    for step in (1, 2):
+        put_step(store, step)
+        store.commit({"step": step})
+    store.save("two")
+    roots = store.roots
+    store.close()
+    files = [p for root in roots for p in root.iterdir() if p.name.startswith(("man", "check"))]
+    assert len(files) == 2 * 3  # two commits and a checkpoint on each path
+
+    for path in files:
+        whole = path.read_bytes()
+        for at in range(0, len(whole), 41):
+            damaged = bytearray(whole)
+            damaged[at] ^= 0x10
+            path.write_bytes(damaged)
+            store.open(read_only=True)
+            report = verify(store)
+            store.close()
+            assert [(bad.path, bad.file) for bad in report.bad_manifests] == [
+                (path.parent, path.name)
+            ], at
+            assert str(path) in report.bad_manifests[0].reason
+            assert not report.is_ok
+        path.write_bytes(whole)

@@ -130,7 +130,8 @@ class CheckpointedModel(nn.Module):
 def build(factory, *, dtype=torch.bfloat16, seed=0, **options):
     """Returns the same model for the same arguments, every time."""
     torch.manual_seed(seed)
-    return factory(**options).to(dtype)
+    model = factory(**options)
+    return model if dtype is None else model.to(dtype)
 
 
 def batch(index, *, size=2, length=16):

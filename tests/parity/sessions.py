@@ -15,11 +15,24 @@ DEVICE = "cpu"
 
 
 def open_session(
-    tmp_path, placement=("storage", "storage"), *, budget_bytes=1 << 20, prefetch=2, **options
+    tmp_path,
+    placement=("storage", "storage"),
+    *,
+    budget_bytes=1 << 20,
+    prefetch=2,
+    order="resident",
+    overlap="forward",
+    **options,
 ):
     parameters, optimizer = placement
+    policy = {
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "prefetch": prefetch,
+        "order": order,
+        "overlap": overlap,
+    }
     options.setdefault("device", DEVICE)
-    policy = {"parameters": parameters, "optimizer": optimizer, "prefetch": prefetch}
     store = tmp_path / f"{parameters}-{optimizer}"
     return offload.Session(host_memory=budget_bytes, store=store, policy=policy, **options)
 

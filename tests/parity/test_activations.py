@@ -293,7 +293,6 @@ def test_a_backward_after_the_session_says_so(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.unified
 @pytest.mark.filterwarnings("ignore")  # dynamo's
 def test_a_compiled_block_goes_together_with_both(tmp_path):
     model, plain = build(SmallGPT), build(SmallGPT)
@@ -301,9 +300,7 @@ def test_a_compiled_block_goes_together_with_both(tmp_path):
         for block in each.blocks:
             block.compile(backend="aot_eager")
     loss_of(plain, 0).backward()
-    with _session(
-        tmp_path, ("host", "storage"), offload="host", checkpoint="unit", threshold=2048
-    ) as session:
+    with _session(tmp_path, offload="host", checkpoint="unit", threshold=2048) as session:
         session.wrap(model)
 
         loss_of(model, 0).backward()

@@ -13,7 +13,7 @@ from offload.devices import OrderError
 UNIT_BYTES = 28672
 """Of the largest unit of `SmallGPT`, a block: 13,008 elements of bf16, in whole pages."""
 
-NUM_UNITS = 6
+NUM_UNITS = 5
 
 
 def _link(**values):

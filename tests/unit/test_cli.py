@@ -11,7 +11,7 @@ import typer.main
 
 import offload.runs.doctor
 import offload.runs.inspection
-import offload.runs.planning
+import offload.runs.prediction
 import offload.runs.train
 from offload.cli.app import app, run
 from offload.errors import (
@@ -44,6 +44,8 @@ OPTIONS = {
         "--gradient-dtype",
         "--isa",
         "--rounds",
+        "--tune",
+        "--machine",
         "--plot",
         "--json",
     },
@@ -183,7 +185,9 @@ def calls(monkeypatch):
         return Result(_figures() | {"stopped_by": kept.get("stopped_by")})
 
     monkeypatch.setattr(offload.runs.train, "run_training", train)
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(PLAN))
+    monkeypatch.setattr(
+        offload.runs.prediction, "plan_and_predict", lambda _, **options: Result(PLAN)
+    )
     return kept
 
 
@@ -336,7 +340,9 @@ def test_wrong_use_exits_with_2(config, calls, capsys, arguments, as_json):
 @pytest.mark.parametrize("fits", [True, False])
 def test_plan_exits_with_1_where_it_does_not_fit(config, calls, monkeypatch, capsys, fits):
     plan = PLAN | {"fits": fits, "reasons": [] if fits else ["too small"]}
-    monkeypatch.setattr(offload.runs.planning, "plan_run", lambda _, profile: Result(plan))
+    monkeypatch.setattr(
+        offload.runs.prediction, "plan_and_predict", lambda _, **options: Result(plan)
+    )
 
     code = run(["plan", str(config), "--json"])
 

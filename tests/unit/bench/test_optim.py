@@ -10,6 +10,7 @@ from offload.bench.optim_plot import write_plot
 from offload.cli.app import run
 from offload.errors import ConfigError
 from offload.optim.kernels import kernel_names
+from offload.plan.machine_profile import read_profile
 
 pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
 
@@ -35,7 +36,9 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
 
     sizes = ["--parameters", "1e5", "--rounds", "1", "--threads", "1", "--threads", "2"]
     optimizers = ["--optimizer", "adamw", "--optimizer", "lion"]
-    code = run(["bench", "optim", *sizes, *optimizers, "--plot", str(plot), "--json"])
+    profile = tmp_path / "machine.toml"
+    files = ["--plot", str(plot), "--tune", "--machine", str(profile)]
+    code = run(["bench", "optim", *sizes, *optimizers, *files, "--json"])
 
     values = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -47,6 +50,11 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
         "fused_with_casts_parameters_per_s",
     }
     assert plot.read_text().startswith("<svg")
+    known = read_profile(profile)
+    assert {(k.rule, k.codec, k.threads) for k in known.kernels} == {
+        (r["optimizer"], r["codec"], r["threads"]) for r in values["results"]
+    }
+    assert [memory.threads for memory in known.memory] == [1, 2]
 
 
 def test_bytes_are_those_that_the_pass_reads_and_writes():

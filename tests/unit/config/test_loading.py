@@ -53,7 +53,8 @@ def test_a_file_gives_values_defaults_and_sizes_in_bytes(tmp_path):
     assert config.tiers.host.memory == 3 * 2**29
     assert config.tiers.storage.capacity_of(0) == 2 * 10**12
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.policy.order == "sequential"
+    assert config.policy.order == "resident"
+    assert config.policy.overlap == "forward"
 
 
 def test_relative_paths_start_at_the_current_directory(tmp_path, monkeypatch):
@@ -226,3 +227,19 @@ def test_a_path_has_its_own_capacity_and_rate_limit_or_that_of_all():
     assert [tier.capacity_of(0), tier.capacity_of(1)] == [10**12, None]
     assert [tier.rate_limit_of(0), tier.rate_limit_of(1)] == [200_000_000, 200_000_000]
     assert tier.commit_every == "10min"
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [
+        (None, "forward"),
+        ({"order": "alternating"}, "none"),
+        ({"order": "sequential"}, "none"),
+        ({"order": "resident"}, "forward"),
+        ({"overlap": "none"}, "none"),
+    ],
+)
+def test_an_order_that_is_asked_for_has_its_update_alone(policy, overlap):
+    config = build_config({"policy": policy, "offload": False})
+
+    assert config.policy.overlap == overlap

@@ -75,7 +75,7 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
         ("tiers.device.link_rate", "1GB"),
         ("tiers.device.link_latency", "1s"),
         ("policy.parameters", "device"),
-        ("policy.overlap", "forward"),
+        ("policy.overlap", "backward"),
     ],
 )
 def test_a_known_value_that_is_not_available_is_refused(key, value):
@@ -108,6 +108,10 @@ def test_a_known_value_that_is_not_available_is_refused(key, value):
         ),
         ({"tiers.storage.commit_every": "10 minutes"}, "a time such as `90s`, `10min`"),
         ({"policy.striping": "fastest"}, "policy.striping"),
+        (
+            {"policy.overlap": "forward", "policy.order": "alternating"},
+            '`"resident"` with `policy.overlap = "forward"`',
+        ),
         (
             {"tiers.storage.durability": "none", "checkpoint.save_every": 3},
             'expected 0 with `tiers.storage.durability = "none"`',

@@ -440,3 +440,12 @@ class TestAccumulator:
         accumulator.start(weight.grad)
 
         assert accumulator.memory.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
+
+
+def test_a_norm_that_is_moved_to_a_device_keeps_its_sums(pair):
+    streamed, _ = pair
+
+    norm = streamed[0].grad.norm().to("meta")  # as `clip_grad_norm_` does on a GPU
+
+    assert isinstance(norm, GradientNorm)
+    assert norm.sums

@@ -29,6 +29,12 @@ class Ticket:
     def done(self):
         return True
 
+    def notify(self, event_fd):
+        pass
+
+    def waits_for(self):
+        return None
+
     def wait(self):
         self.was_awaited = True
         if self.error is not None:
@@ -246,7 +252,7 @@ class TestSession:
     def failed(self, tmp_path, monkeypatch):
         """Yields a session that was committed, and whose next update failed in the middle."""
         use_small_records(monkeypatch)
-        with open_session(tmp_path) as session:
+        with open_session(tmp_path, order="sequential", overlap="none") as session:
             model = session.wrap(build(SmallGPT))
             optimizer = session.AdamW(model.parameters())
             loss_of(model, 0).backward()
@@ -309,7 +315,8 @@ class TestSession:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_a_record_without_gradients_moves_no_bytes(tmp_path, monkeypatch, placement):
     use_small_records(monkeypatch)
-    with open_session(tmp_path, placement, prefetch=0) as session:
+    options = {"prefetch": 0, "order": "sequential", "overlap": "none"}
+    with open_session(tmp_path, placement, **options) as session:
         model = session.wrap(build(SmallGPT))
         optimizer = session.AdamW(model.parameters())
         loss_of(model, 0).backward()

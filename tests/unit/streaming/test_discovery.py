@@ -4,17 +4,18 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.streaming.discovery import discover_units
+from offload.streaming.unit_modules import UnitRules
 
 
 def linear():
     return nn.Linear(4, 4)
 
 
-def names_of(model):
+def names_of(model, **rules):
     """Returns each unit's name and the names of its parameters."""
     return {
         unit.facts.name: [p.name for p in unit.facts.parameters]
-        for unit in discover_units(model).units
+        for unit in discover_units(model, UnitRules(**rules)).units
     }
 
 
@@ -156,3 +157,94 @@ def test_a_dtype_that_cannot_be_streamed_is_refused_with_its_name():
 
     with pytest.raises(ConfigError, match=r"`head.phase`.*found `complex64`"):
         discover_units(model)
+
+
+class TestRules:
+    def test_a_glob_of_module_names_makes_units(self):
+        model = Tree(encoder=nn.Sequential(linear(), nn.Sequential(linear(), linear())))
+
+        names = names_of(model, modules=("encoder.?",))
+
+        assert names == {
+            "encoder.0": ["encoder.0.weight", "encoder.0.bias"],
+            "encoder.1": [f"encoder.1.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")],
+        }
+
+    def test_a_class_makes_units(self):
+        model = Tree(trunk=nn.Sequential(Part(linear(), linear()), Part(linear())), head=linear())
+
+        names = names_of(model, classes=("Part",))
+
+        assert list(names) == ["trunk.0", "trunk.1", "head"]
+        assert len(names["trunk.0"]) == 4
+
+    def test_of_nested_units_the_outer_has_what_the_inner_has_not(self):
+        model = Tree(blocks=nn.ModuleList([Tree(up=linear(), mlp=nn.Sequential(linear()))]))
+
+        discovered = discover_units(model, UnitRules(modules=("*.mlp",)))
+
+        names = {u.facts.name: [p.name for p in u.facts.parameters] for u in discovered.units}
+        assert names == {
+            "blocks.0.mlp": ["blocks.0.mlp.0.weight", "blocks.0.mlp.0.bias"],
+            "blocks.0": ["blocks.0.up.weight", "blocks.0.up.bias"],
+        }
+        assert discovered.needs[model.blocks[0]] == (1,)
+        assert discovered.needs[model.blocks[0].mlp] == (0,)
+        assert discovered.co_resident_units == 2
+
+    def test_a_module_larger_than_the_limit_is_divided_as_far_as_it_has_parts(self):
+        big = Tree(attention=linear(), mlp=nn.Sequential(linear(), nn.Linear(4, 64)))
+        model = Tree(blocks=nn.ModuleList([linear(), big]))
+
+        names = names_of(model, largest_bytes=200)
+
+        assert list(names) == ["blocks.0", "blocks.1.attention", "blocks.1.mlp.0", "blocks.1.mlp.1"]
+
+    def test_a_divided_module_keeps_what_it_owns_itself(self):
+        big = Tree(one=linear(), two=linear())
+        big.scale = nn.Parameter(torch.ones(3))
+
+        names = names_of(Tree(blocks=nn.ModuleList([big])), largest_bytes=100)
+
+        assert list(names) == ["blocks.0", "blocks.0.one", "blocks.0.two"]
+        assert names["blocks.0"] == ["blocks.0.scale"]
+
+    def test_tiny_units_join_a_neighbour_outside_module_lists(self):
+        model = Tree(
+            tokens=nn.Embedding(64, 32),
+            blocks=nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(2)]),
+            norm=nn.LayerNorm(2),
+            head=nn.Linear(32, 60),
+        )
+
+        discovered = discover_units(model)
+
+        names = [u.facts.name for u in discovered.units]
+        assert names == ["tokens", "blocks.0", "blocks.1", "head"]
+        assert discovered.needs[model.norm] == discovered.needs[model.head] == (3,)
+        assert discovered.co_resident_units == 1
+
+    def test_the_limit_below_which_units_join_can_be_set(self):
+        model = Tree(one=linear(), two=linear(), big=nn.Linear(16, 16))
+
+        assert list(names_of(model)) == ["one", "two", "big"]
+        assert list(names_of(model, smallest_bytes=81)) == ["one", "big"]
+        assert list(names_of(model, smallest_bytes=80)) == ["one", "two", "big"]
+
+    def test_a_module_whose_call_runs_another_unit_joins_none(self):
+        outer = Tree(inner=nn.Linear(32, 32))
+        outer.scale = nn.Parameter(torch.ones(1))
+        model = Tree(outer=outer, head=nn.Linear(32, 16))
+
+        assert list(names_of(model)) == ["outer", "outer.inner", "head"]
+
+    @pytest.mark.parametrize("key", ["modules", "classes"])
+    def test_a_glob_that_matches_nothing_is_refused_with_examples(self, key):
+        model = Tree(head=linear())
+
+        with pytest.raises(ConfigError, match=rf"`units.{key}` = `nothing\*`.*such as `"):
+            discover_units(model, UnitRules(**{key: ("nothing*",)}))
+
+
+class Part(nn.Sequential):
+    pass

@@ -1,0 +1,297 @@
+"""Updates that run on a thread of their own while the caller's thread goes on.
+
+[Note: what a pending update may rely on]
+From `start` until it is done an update reads gradients, pending factors and scalars as they were:
+the accumulators are not written before `finish`, factors and scalars are copies. It alone writes
+records, parameters of records and the window. The caller's thread waits, by unit, before it reads
+parameters, and for all before it writes gradients, commits, or looks at the state.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import torch
+
+from offload.layout import ModelLayout, Record
+from offload.optim.model_state import ParameterUpdate
+from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.policy import Overlap
+from offload.storage.stalls import KERNEL, StallAccount
+
+_CAUSE = "a unit whose update is pending"
+
+
+class DeferredUpdates:
+    """Carries out the updates of one step at a time. See [Note: what a pending update may rely on].
+
+    Attributes:
+        reads_gradients: Whether the accumulators were not written since `start`. Set to False by
+            who writes them.
+        was_raised: Whether the caller knows of the failure.
+        wait_s: Time for which the caller's thread waited for updates.
+        io_wait_s: The part of it in which the updates waited for storage.
+
+    Concurrency: One thread calls; others may wait too, uncounted. Callbacks run in the updates'
+        thread or the one that asks for them.
+    """
+
+    def __init__(self, policy: Overlap, stalls: StallAccount) -> None:
+        self.reads_gradients = False
+        self.was_raised = False
+        self.wait_s = 0.0
+        self.io_wait_s = 0.0
+        self._policy = policy
+        self._stalls = stalls
+        self._pipeline: UpdatePipeline
+        self._records: Sequence[Record] = ()
+        self._units: list[tuple[int, ...]] = []
+        self._records_of: dict[int, list[int]] = {}
+        self._sequence: Sequence[int] = ()
+        # Over what follows; the worker waits for `_job`, the caller for what it asked for.
+        self._changed = threading.Condition()
+        self._pending = _PendingRecords(policy, self._changed)
+        self._num_left: dict[int, int] = {}
+        self._callbacks: dict[int, list[Callable[[], None]]] = {}
+        self._job: UpdateJob | None = None
+        self._num_threads = 1
+        self._caller = 0
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def use(self, layout: ModelLayout, pipeline: UpdatePipeline) -> None:
+        """Says whose records are updated, and by what; nothing is pending."""
+        unit_of = {shard.name: i for i, unit in enumerate(layout.units) for shard in unit.shards}
+        self._pipeline = pipeline
+        self._records = layout.records
+        self._units = [
+            tuple(sorted({unit_of[s.shard] for s in record.subgroups})) for record in layout.records
+        ]
+        self._records_of.clear()
+        for index, units in enumerate(self._units):
+            for unit in units:
+                self._records_of.setdefault(unit, []).append(index)
+
+    @property
+    def is_pending(self) -> bool:
+        return self._job is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the updates of a step; None where nothing did."""
+        return self._failure
+
+    def start(
+        self,
+        updates: Mapping[str, ParameterUpdate],
+        *,
+        edited: frozenset[str],
+        kept: Container[str],
+        upcoming: Sequence[int],
+    ) -> None:
+        """Takes the updates of a step over and returns at once. Nothing else may be pending.
+
+        Args:
+            updates: By parameter name.
+            edited: Parameters that are the master again.
+            kept: Names of records whose state stays in memory.
+            upcoming: The units of the next forward, by first use, as far as it is known.
+        """
+        assert not self.is_pending
+        self.reads_gradients = True
+        self._caller = threading.get_ident()
+        touched = self._pipeline.touched(self._records, updates.keys() | edited)
+        names = frozenset(record.name for record in touched)
+        self._sequence = [
+            index
+            for index in self._policy.sequence(self._units, upcoming)
+            if self._records[index].name in names
+        ]
+        with self._changed:
+            self._pending.begin(self._records, self._sequence)
+            self._num_left.clear()
+            for index in self._sequence:
+                for unit in self._units[index]:
+                    self._num_left[unit] = self._num_left.get(unit, 0) + 1
+            self._num_threads = torch.get_num_threads()
+            self._job = UpdateJob(
+                source=self._pending,
+                touched=names,
+                updates=updates,
+                edited=edited,
+                kept=kept,
+                stalls=StallAccount(),  # what is hidden is no stall
+                on_updated=self._on_updated,
+            )
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            self._thread.start()
+
+    def is_updated(self, unit: int) -> bool:
+        """Tells whether no update of the unit's parameters is pending."""
+        return not self._num_left.get(unit)
+
+    def when_updated(self, unit: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` when no update of the unit is pending: now, or in the updates' thread.
+
+        If the updates fail it is never called, and `wait_for` says why.
+        """
+        with self._changed:
+            if self._num_left.get(unit):
+                self._callbacks.setdefault(unit, []).append(callback)
+                return
+        callback()
+
+    def wait_for(self, unit: int) -> float:
+        """Waits until no update of the unit is pending, which comes next.
+
+        Returns:
+            For how long the caller's thread waited.
+
+        Raises:
+            StorageError, CorruptStateError: The updates failed.
+        """
+        if self.is_updated(unit):
+            return 0.0
+        with self._changed:
+            self._pending.need(self._records_of.get(unit, ()))
+        return self._wait(lambda: self.is_updated(unit))
+
+    def finish(self) -> None:
+        """Waits until nothing is pending.
+
+        Raises:
+            StorageError, CorruptStateError: The updates failed.
+        """
+        if self.is_pending or self._failure is not None:
+            self._wait(lambda: not self.is_pending and self._failure is None)
+
+    def prefetch(self) -> None:
+        """Starts reading the records that the next step is expected to update first."""
+        assert not self.is_pending
+        window = self._pipeline.window
+        cached = {i for i, record in enumerate(self._records) if record.name in window.cached}
+        chosen = self._policy.prefetched(self._sequence, cached=cached, capacity=window.num_free)
+        self._pipeline.prefetch([self._records[index] for index in chosen])
+
+    def forget_failure(self) -> None:
+        """Goes on as if nothing had been pending: the state is another one now."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is None)
+            self._failure = None
+            self.was_raised = False
+            self._num_left.clear()
+            self._callbacks.clear()
+
+    def close(self) -> None:
+        """Waits for what is pending, whatever it gives, and ends the thread; again does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify_all()
+            thread.join()
+
+    def _wait(self, is_reached: Callable[[], bool]) -> float:
+        started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+        self._pipeline.wake()  # it may wait for another record's transfers
+        with self._changed:
+            self._changed.wait_for(lambda: is_reached() or self._failure is not None)
+        if not is_reached():
+            assert self._failure is not None
+            self.was_raised = True
+            raise self._failure
+        if threading.get_ident() != self._caller:  # it waits ahead of the caller
+            return 0.0
+        waited_s = time.perf_counter() - started_s
+        io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)
+        self.wait_s += waited_s
+        self.io_wait_s += io_s
+        self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
+        self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
+        return waited_s
+
+    # In the thread of the updates.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._is_closing)
+                job = self._job
+            if job is None:
+                return
+            failure: BaseException | None = None
+            try:
+                # Matrices are multiplied here as they would be in the caller's thread.
+                if torch.get_num_threads() != self._num_threads:
+                    torch.set_num_threads(self._num_threads)
+                self._pipeline.carry_out(job)
+            except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+                failure = error
+            del job
+            with self._changed:
+                self._job = None
+                self._failure = failure
+                if failure is not None:
+                    self._callbacks.clear()
+                self._changed.notify_all()
+            del failure
+
+    def _on_updated(self, record: Record) -> None:
+        ready: list[Callable[[], None]] = []
+        with self._changed:
+            for unit in self._units[self._pending.finish(record)]:
+                self._num_left[unit] -= 1
+                if not self._num_left[unit]:
+                    ready.extend(self._callbacks.pop(unit, ()))
+            self._changed.notify_all()
+        for callback in ready:
+            callback()
+
+
+class _PendingRecords:
+    """The records of a step that are not read yet, as the policy orders them."""
+
+    def __init__(self, policy: Overlap, lock: threading.Condition) -> None:
+        self._policy = policy
+        self._lock = lock
+        self._records: Sequence[Record] = ()
+        self._numbers: dict[str, int] = {}
+        self._waiting: deque[int] = deque()
+        self._needed: set[int] = set()
+
+    def begin(self, records: Sequence[Record], sequence: Sequence[int]) -> None:
+        """Starts a step. Under the lock."""
+        if records is not self._records:
+            self._records = records
+            self._numbers = {record.name: index for index, record in enumerate(records)}
+        self._waiting = deque(sequence)
+        self._needed.clear()
+
+    def need(self, numbers: Sequence[int]) -> None:
+        """Says that the pass waits for these records. Under the lock."""
+        self._needed.update(numbers)
+
+    def finish(self, record: Record) -> int:
+        """Says that a record is updated, and returns its number. Under the lock."""
+        number = self._numbers[record.name]
+        self._needed.discard(number)
+        return number
+
+    def peek(self) -> Record | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            return self._records[self._policy.choose(self._waiting, self._needed)]
+
+    def take(self, record: Record) -> None:
+        with self._lock:
+            self._waiting.remove(self._numbers[record.name])
+
+    def choose(self, ready: Sequence[Record]) -> Record:
+        with self._lock:
+            numbers = [self._numbers[record.name] for record in ready]
+            return self._records[self._policy.choose(numbers, self._needed)]

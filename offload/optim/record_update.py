@@ -1,0 +1,125 @@
+"""The computing part of an update: the operands of a record's subgroups, and the pass over them."""
+
+from collections.abc import Container, Mapping
+
+import torch
+
+from offload.layout import WHOLE_RULE, Record, Subgroup
+from offload.memory import storage_over
+from offload.optim.kernels import Kernels, Operands, Range
+from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
+from offload.optim.whole import update_whole
+from offload.optim.window import RecordBuffer, parameter_view
+
+
+class RecordUpdate:
+    """Updates one record that is in memory.
+
+    Concurrency: One thread at a time; the pass runs on the kernels' own threads.
+    """
+
+    def __init__(self, state: ModelState, kernels: Kernels) -> None:
+        self._state = state
+        self._kernels = kernels
+
+    def run(
+        self,
+        record: Record,
+        buffer: RecordBuffer | None,
+        updates: Mapping[str, ParameterUpdate],
+        *,
+        edited: Container[str],
+        is_new: bool,
+    ) -> None:
+        """Updates the record in place.
+
+        Args:
+            record: What is updated.
+            buffer: What of it does not stay in memory; None where all of it does.
+            updates: By parameter name; a parameter that has none is left as it is.
+            edited: Parameters that are the master again.
+            is_new: Its state was never written: a whole master starts as the parameter.
+        """
+        for subgroup in record.subgroups:
+            operands = self._operands(record, buffer, subgroup)
+            self._honour_edits(subgroup, operands, edited=edited, is_new=is_new)
+            if subgroup.is_whole:
+                self._update_whole(subgroup, operands, updates)
+                continue
+            for scales, ranges in self._ranges(subgroup, updates).items():
+                self._kernels.update(operands, ranges, gradient_scales=scales)
+        if self._state.records is not None:
+            self._state.dirty.add(state_key(record))
+        if self._state.parameters is not None:
+            self._state.dirty.update(parameter_key(s) for s in record.subgroups)
+
+    def _update_whole(
+        self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]
+    ) -> None:
+        (placed,) = self._state.layout.parameters_in(subgroup)
+        update = updates.get(placed.facts.name)
+        if update is not None:
+            assert update.whole is not None
+            shape = placed.facts.shape
+            update_whole(operands, shape, update.whole, gradient_scales=update.scales)
+
+    def _operands(
+        self, record: Record, buffer: RecordBuffer | None, subgroup: Subgroup
+    ) -> Operands:
+        state = self._state
+        shard = state.layout.shards[subgroup.shard]
+        if state.parameters is not None:
+            parameter = state.parameters[subgroup.shard][subgroup.start : subgroup.stop]
+        else:
+            assert buffer is not None
+            dtype = getattr(torch, shard.dtype)
+            parameter = parameter_view(buffer.parameters[subgroup.name], subgroup, dtype)
+        if state.records is not None:
+            base = state.records[record.name]
+        elif buffer is not None and buffer.state is not None:
+            base = storage_over(buffer.state)
+        else:  # the rule keeps no state
+            base = torch.empty(0, dtype=torch.uint8)
+        sections = {
+            name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
+            for name, s in record.sections_of(subgroup).items()
+        }
+        return Operands(
+            rule=WHOLE_RULE if subgroup.is_whole else state.layout.rule,
+            parameter=parameter,
+            gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
+            master_low=sections.pop("master_low", None),
+            master=sections.pop("master", None),
+            state=sections,
+        )
+
+    def _honour_edits(
+        self, subgroup: Subgroup, operands: Operands, *, edited: Container[str], is_new: bool
+    ) -> None:
+        """Makes the master equal to the parameter where there is none yet or the user edited it."""
+        for placed in self._state.layout.parameters_in(subgroup):
+            if not is_new and placed.facts.name not in edited:
+                continue
+            start = max(placed.start, subgroup.start) - subgroup.start
+            stop = min(placed.stop, subgroup.stop) - subgroup.start
+            if operands.master_low is not None:
+                operands.master_low[start:stop] = 0
+            if operands.master is not None:
+                operands.master[start:stop] = operands.parameter[start:stop]
+
+    def _ranges(
+        self, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
+    ) -> dict[tuple[float, ...], list[Range]]:
+        """Returns the ranges that are updated, by the factors pending on their gradients."""
+        ranges: dict[tuple[float, ...], list[Range]] = {}
+        for placed in self._state.layout.parameters_in(subgroup):
+            update = updates.get(placed.facts.name)
+            if update is None:
+                continue
+            start = max(placed.start, subgroup.start) - subgroup.start
+            stop = min(placed.stop, subgroup.stop) - subgroup.start
+            if stop > start:
+                ranges.setdefault(update.scales, []).append(
+                    Range(start=start, stop=stop, scalars=update.scalars)
+                )
+        return ranges

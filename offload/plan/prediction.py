@@ -1,0 +1,125 @@
+"""What a step of a planned run will take: a simulation under the run's own policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.layout import ModelLayout
+from offload.plan.bound import ComputeTimes, step_bound
+from offload.plan.host import HostPlan, Placement
+from offload.plan.machine import Machine
+from offload.plan.simulated_update import WindowSize
+from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, SimulatedStep, simulate
+from offload.plan.traffic import StepTraffic
+from offload.plan.wear import wear
+from offload.plan.work import PassTimes, StepWork, work_of
+from offload.policy import resolve_order, resolve_striping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The policy of a run, by name."""
+
+    parameters: Placement
+    optimizer: Placement
+    order: str
+    overlap: str
+    striping: str
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a step will take. None where it is not known."""
+
+    step: SimulatedStep | None = None
+    bound_s: float | None = None
+    rss_peak_bytes: int | None = None
+    activation_bytes: int | None = None
+    """Contained in the peak: saved tensors, logits and loss."""
+    written_bytes_per_day: float | None = None
+    tokens_to_hide_io: int | None = None
+
+
+def predict_step(
+    layout: ModelLayout,
+    host: HostPlan | None,
+    traffic: StepTraffic,
+    choices: Choices,
+    *,
+    machine: Machine,
+    passes: Sequence[PassTimes],
+    other_s: float = 0.0,
+    tokens: int = 0,
+) -> Prediction:
+    """Returns the times of a step in steady state.
+
+    Args:
+        layout: Of the model.
+        host: How the host budget is cut; None where everything is in ordinary memory.
+        traffic: Bytes of a step by the formula.
+        choices: The run's policy.
+        machine: Its rates; without paths where nothing is stored.
+        passes: Of each unit in one micro-step.
+        other_s: Of a step, what is neither pass nor update.
+        tokens: Of a step.
+    """
+    micro_steps = len(traffic.micro_steps)
+    work = work_of(
+        layout,
+        parameters=choices.parameters,
+        optimizer=choices.optimizer,
+        passes=passes,
+        micro_steps=micro_steps,
+        other_s=other_s,
+    )
+    step = simulate(work, SimulatedMachine(rates=machine), _policy(layout, host, choices))
+    bound_s = None
+    if machine.paths:
+        compute = ComputeTimes(
+            forward_s=sum(each.forward_s for each in passes),
+            backward_s=sum(each.backward_s for each in passes),
+        )
+        bound_s = step_bound(
+            machine,
+            traffic,
+            num_parameters=layout.trainable_elements,
+            compute=[compute] * micro_steps,
+        ).step_s
+    worn = wear(bytes_per_step=traffic.write_bytes, step_s=step.step_s, endurance_bytes=None)
+    return Prediction(
+        step=step,
+        bound_s=bound_s,
+        written_bytes_per_day=worn.bytes_per_day,
+        tokens_to_hide_io=_tokens_to_hide_io(work, traffic, machine, tokens),
+    )
+
+
+def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> SimulatedPolicy:
+    return SimulatedPolicy(
+        order=resolve_order(choices.order),
+        striping=resolve_striping(choices.striping),
+        window=WindowSize(
+            num_buffers=max(host.num_buffers, 1) if host else 1,
+            num_cached=host.num_cached if host else 0,
+        ),
+        updates_in_forward=choices.overlap in ("forward", "both"),
+        updates_in_backward=choices.overlap in ("backward", "both"),
+        num_slots=(host.num_slots if host else 0) or len(layout.units),
+        prefetch_distance=choices.prefetch,
+    )
+
+
+def _tokens_to_hide_io(
+    work: StepWork, traffic: StepTraffic, machine: Machine, tokens: int
+) -> int | None:
+    """Tokens of a step whose passes take as long as all of its transfers, were they hidden.
+
+    More tokens in each micro-step lengthen the passes and move no more bytes.
+    """
+    passes_s = work.micro_steps * sum(unit.forward_s + unit.backward_s for unit in work.units)
+    if not passes_s or not tokens:
+        return None
+    if not machine.paths:
+        return 0
+    transfer_s = machine.transfer_s(read_bytes=traffic.read_bytes, write_bytes=traffic.write_bytes)
+    return round(tokens * transfer_s / passes_s)

@@ -1,0 +1,128 @@
+"""Parameters that stay in memory, and are out of reach while an update of them is pending."""
+
+from collections.abc import Container, Mapping
+
+import torch
+from torch import nn
+
+from offload.errors import StoreError
+from offload.layout import ModelLayout
+from offload.optim.deferred import DeferredUpdates
+from offload.streaming.trace import Access, AccessTrace
+from offload.streaming.unit import placeholder_of
+
+
+class ResidentUnit:
+    """A unit whose parameters have their places in memory for good.
+
+    Attributes:
+        num_holds: Calls that use the unit now.
+        hidden: Names of its parameters that point to placeholders.
+    """
+
+    def __init__(self) -> None:
+        self.num_holds = 0
+        self.hidden: set[str] = set()
+
+
+class ResidentUnits:
+    """Hides parameters while their update is pending, and shows them when they are asked for.
+
+    What the user put in the place of a hidden parameter's data is left there: an edit.
+
+    Concurrency: The thread that runs the model.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        parameters: Mapping[str, nn.Parameter],
+        flat: Mapping[str, torch.Tensor],
+        deferred: DeferredUpdates,
+    ) -> None:
+        self.units = [ResidentUnit() for _ in layout.units]
+        self.trace = AccessTrace()
+        self._parameters = parameters
+        self._deferred = deferred
+        self._unit_of: dict[str, ResidentUnit] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        self._placeholders: dict[str, torch.Tensor] = {}
+        for unit, described in zip(self.units, layout.units, strict=True):
+            for shard in described.shards:
+                for placed in shard.parameters:
+                    name = placed.facts.name
+                    memory = flat[shard.name][placed.start : placed.stop]
+                    self._unit_of[name] = unit
+                    self._views[name] = memory.view(placed.facts.shape)
+                    self._placeholders[name] = placeholder_of(parameters[name])
+
+    def hide(self, names: Container[str]) -> None:
+        """Points the named parameters to their placeholders."""
+        for name, unit in self._unit_of.items():
+            if name in names:
+                unit.hidden.add(name)
+                self._parameters[name].data = self._placeholders[name]
+
+    def show_all(self) -> None:
+        """Points every parameter to its values; no update may be pending."""
+        for unit in self.units:
+            self._show(unit)
+
+    # What a wrapped model's modules ask.
+
+    def hold(self, index: int) -> None:
+        """Shows a unit's parameters for a call."""
+        if self.units[index].num_holds == 0:
+            self.trace.record(Access(unit=index, is_backward=False))
+            self.look(index)
+        self.units[index].num_holds += 1
+
+    def release_hold(self, index: int, *, evict: bool) -> None:
+        """Ends a call's use; the parameters stay where they are."""
+        del evict
+        self.units[index].num_holds -= 1
+
+    def drop_holds(self) -> None:
+        """Ends every hold."""
+        for unit in self.units:
+            unit.num_holds = 0
+
+    def look(self, index: int) -> None:
+        """Shows a unit's parameters, when their update is done.
+
+        Raises:
+            StorageError, CorruptStateError: The update failed.
+            StoreError: The user wrote to a parameter while it was hidden.
+        """
+        unit = self.units[index]
+        if unit.hidden:
+            self._deferred.wait_for(index)
+            self._show(unit)
+
+    def prefetch(self) -> None:
+        """Does nothing: all is in memory."""
+
+    def evict_used(self) -> None:
+        """Does nothing: all stays in memory."""
+
+    def _show(self, unit: ResidentUnit) -> None:
+        for name in sorted(unit.hidden):
+            parameter, placeholder = self._parameters[name], self._placeholders[name]
+            if parameter.numel() and parameter.data_ptr() != placeholder.data_ptr():
+                continue
+            _require_untouched(name, placeholder)
+            parameter.data = self._views[name]
+        unit.hidden.clear()
+
+
+def _require_untouched(name: str, placeholder: torch.Tensor) -> None:
+    if not placeholder.numel():
+        return
+    first = placeholder[(0,) * placeholder.dim()]
+    if first == first:
+        raise StoreError(
+            f"cannot use parameter `{name}`: expected nothing written to it while its update was "
+            "pending, found a write through `parameters()` or a kept reference; edit it as an "
+            "attribute of its module, such as `module.weight.copy_(values)` under "
+            "`torch.no_grad()`"
+        )

@@ -1,0 +1,173 @@
+"""Carries out the updates of a step: at once, or under the next forward."""
+
+from collections.abc import Mapping
+
+from offload.errors import StoreError
+from offload.layout import ModelLayout
+from offload.optim.deferred import DeferredUpdates
+from offload.optim.kernels import Kernels
+from offload.optim.model_state import ModelState, ParameterUpdate
+from offload.optim.pipeline import UpdatePipeline
+from offload.optim.window import Window
+from offload.policy import Order, Overlap
+from offload.storage.stalls import StallAccount
+from offload.streaming.pending import PendingUnits
+from offload.streaming.resident import ResidentUnits
+from offload.streaming.tier import HostUnits, StoredUnits
+from offload.streaming.torch_private import is_in_backward
+from offload.streaming.trace import AccessTrace
+
+
+class StepUpdates:
+    """Runs the pipeline for a wrapped model, and knows what of the last step is pending.
+
+    Attributes:
+        pipeline: Reads, updates and writes records.
+        stalls: What the caller's thread waited for.
+        failure: What ended an update or a step in its middle; None where nothing did.
+        deferred: The updates that run under the next forward; None where they run at once.
+        resident: Hides resident parameters whose update is pending; None where there are none.
+
+    Concurrency: The thread that runs the model.
+    """
+
+    def __init__(self, *, order: Order, overlap: Overlap | None) -> None:
+        self.pipeline: UpdatePipeline
+        self.stalls = StallAccount()
+        self.failure: BaseException | None = None
+        self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
+        self.resident: ResidentUnits | None = None
+        self._order = order
+        self._units: PendingUnits | None = None
+        self._io_wait_s = 0.0
+
+    def use(self, state: ModelState, window: Window, kernels: Kernels) -> None:
+        """Says what is updated; nothing is pending."""
+        self.pipeline = UpdatePipeline(state, window, kernels, self.stalls)
+        if self.deferred is not None:
+            self.deferred.use(state.layout, self.pipeline)
+
+    def gate(self, layout: ModelLayout, tier: StoredUnits | HostUnits) -> PendingUnits | None:
+        """Returns a tier over `tier` that reads no unit before its update; None: none is needed."""
+        if self.deferred is None:
+            return None
+        self._units = PendingUnits(layout, tier, self.deferred)
+        return self._units
+
+    @property
+    def io_wait_s(self) -> float:
+        """Time for which the caller's thread waited for storage in updates.
+
+        What the residency counted as a wait for a fetch, but was one for an update, is off.
+        """
+        waited_s = self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
+        return waited_s - (self._units.late_wait_s if self._units else 0.0)
+
+    def run(self, updates: Mapping[str, ParameterUpdate], *, step: int) -> None:
+        """Carries out the updates of step `step` now, or what the user edited where there are none.
+
+        Raises:
+            StorageError, CorruptStateError: A transfer failed: the state is between two steps.
+        """
+        pipeline = self.pipeline
+        records = pipeline.state.layout.records
+        sequence = self._order.sequence(len(records), step)
+        # Edits alone move nothing in or out of the cache.
+        kept = self.kept(step) if updates else set(pipeline.window.cached)
+        waited_s = pipeline.io_wait_s
+        try:
+            pipeline.run([records[index] for index in sequence], updates, kept=kept)
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._io_wait_s += pipeline.io_wait_s - waited_s
+
+    def start(
+        self, updates: Mapping[str, ParameterUpdate], *, step: int, trace: AccessTrace
+    ) -> None:
+        """Starts the updates of step `step`, which go on while the next forward runs."""
+        assert self.deferred is not None
+        state = self.pipeline.state
+        trace.predict("train")
+        edited = frozenset(state.edited)
+        state.edited.clear()
+        if self.resident is not None:
+            self.resident.hide(updates)
+        self.deferred.start(
+            updates, edited=edited, kept=self.kept(step), upcoming=list(trace.upcoming())
+        )
+
+    def kept(self, step: int) -> set[str]:
+        """Returns the names of the records that step `step` leaves in memory."""
+        records, num_cached = self.pipeline.state.layout.records, self.pipeline.window.num_cached
+        kept = self._order.kept(len(records), num_cached, step)
+        return {records[index].name for index in kept}
+
+    def finish(self) -> None:
+        """Waits until no update is pending.
+
+        Raises:
+            StorageError, CorruptStateError: One failed: the state is between two steps.
+        """
+        if self.deferred is None:
+            return
+        try:
+            self.deferred.finish()
+        finally:
+            self.failure = self.failure or self.deferred.failure
+        if self.resident is not None:
+            self.resident.show_all()
+
+    def finish_before_gradients(self) -> bool:
+        """Finishes the updates that read the gradients, and reads ahead for the next ones.
+
+        Returns:
+            Whether this is the first write to gradients since a step.
+        """
+        deferred = self.deferred
+        if deferred is None or not deferred.reads_gradients:
+            return False
+        self.finish()
+        deferred.reads_gradients = False
+        if is_in_backward():
+            deferred.prefetch()
+        return True
+
+    def drop(self) -> None:
+        """Ends what is pending, whatever it gives, and forgets what failed."""
+        if self.deferred is not None:
+            self.deferred.forget_failure()
+        if self._units is not None:
+            self._units.cancel_late()
+        if self.resident is not None:
+            self.resident.show_all()
+        self.pipeline.drop_prefetched()
+        self.failure = None
+
+    def close(self) -> None:
+        """Finishes what is pending and ends the thread; again does nothing.
+
+        Raises:
+            StorageError, CorruptStateError: An update failed, which nobody knows yet.
+        """
+        deferred, self.deferred = self.deferred, None
+        if deferred is None:
+            return
+        try:
+            if self.failure is None and not deferred.was_raised:
+                deferred.finish()
+        finally:
+            deferred.close()
+            if self.resident is not None:
+                self.resident.show_all()
+
+    def require_whole(self, action: str) -> None:
+        """Raises StoreError if an update or a step failed in its middle."""
+        if self.failure is None and self.deferred is not None:
+            self.failure = self.deferred.failure
+        if self.failure is not None:
+            raise StoreError(
+                f"cannot {action}: an update failed ({self.failure}) and left the state between "
+                "two steps; close the session and resume from the last commit"
+            ) from self.failure

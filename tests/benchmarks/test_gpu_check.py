@@ -1,0 +1,39 @@
+"""The check of a GPU runs without one as far as it can, and says that there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_script_says_that_there_is_no_cuda_device_and_exits_77():
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check.sh"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 77
+    assert "no CUDA device" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_table_has_every_row_and_bits_and_budget_are_right_on_the_emulated_device():
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_check.py", "--device", "emulated", "--small"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in ("host to device", "device to host", "overlap share", "over plain", "losses and"):
+        assert row in done.stdout

@@ -1,0 +1,144 @@
+"""A plan with predictions: what is measured, what is known already, what is explained."""
+
+import pytest
+
+from offload.config import build_config
+from offload.plan.machine_profile import MARK, parse_profile
+from offload.runs.prediction import plan_and_predict
+
+KEYS = {
+    "step_s", "forward_s", "backward_s", "update_s", "exposed_io_s", "bound_s",
+    "read_bytes_per_step", "write_bytes_per_step", "rss_peak_bytes", "written_bytes_per_day",
+    "tokens_to_hide_io",
+}  # fmt: skip
+MODEL = {
+    "layers": 4,
+    "width": 64,
+    "heads": 2,
+    "context": 32,
+    "vocabulary": 256,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(256)) * 40)
+    return file
+
+
+def config(text, **overrides):
+    values = {
+        "model": MODEL,
+        "data": {"source": "files", "files": [str(text)]},
+        "tiers": {"host": {"memory": "64MiB"}},
+    }
+    return build_config(values, overrides=overrides)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OFFLOAD_MACHINE", "")
+    monkeypatch.setattr("offload.runs.probe._MEASURE_S", 0.01)
+    monkeypatch.setattr("offload.runs.pass_probe._ENOUGH_S", 0.01)
+
+
+def test_every_figure_is_predicted_and_nothing_is_left(text, tmp_path):
+    seen = []
+
+    plan = plan_and_predict(
+        config(text, **{"policy.order": "sequential", "policy.overlap": "none"}),
+        on_measure=seen.append,
+    ).to_json()
+
+    predicted = plan["predicted"]
+    assert set(predicted) == KEYS
+    assert None not in predicted.values()
+    assert predicted["bound_s"] <= predicted["step_s"]
+    assert len(plan["machine"]["paths"]) == 1
+    assert len(seen) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
+
+
+def test_what_the_profile_has_is_not_measured_again(text, tmp_path):
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+    first, second = [], []
+
+    plan_and_predict(config(text), machine_file=profile, on_measure=first.append)
+    plan_and_predict(config(text), machine_file=profile, on_measure=second.append)
+    deeper = config(text, **{"model.layers": 6})
+    plan_and_predict(deeper, machine_file=profile, on_measure=second.append)
+
+    kept = parse_profile(profile.read_text(), source="x")
+    assert len(first) == 4
+    assert second == [f"path {tmp_path}"] * 2  # paths belong to `bench io --tune`
+    assert (len(kept.passes), len(kept.kernels), len(kept.memory)) == (1, 1, 1)
+    assert kept.passes[0].forward_layer_s >= 0
+
+
+def test_a_model_of_the_users_has_no_times_but_bytes(text, monkeypatch, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import torch\n\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(8, 8).bfloat16()\n\n"
+        "def build():\n"
+        "    return Net()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {
+        "model": {"factory": "own:build"},
+        "data": {"source": "files", "files": [str(text)]},
+        "tiers": {"host": {"memory": "64MiB"}},
+    }
+
+    predicted = plan_and_predict(build_config(values)).to_json()["predicted"]
+
+    assert predicted["step_s"] is None
+    assert predicted["read_bytes_per_step"] > 0
+
+
+def test_a_run_that_does_not_fit_measures_nothing_and_says_what_to_give_up(text):
+    seen = []
+
+    plan = plan_and_predict(
+        config(
+            text,
+            **{
+                "model.width": 256,
+                "model.layers": 6,
+                "tiers.host.memory": "1MiB",
+                "policy.parameters": "host",
+                "train.gradient_dtype": "float32",
+            },
+        ),
+        on_measure=seen.append,
+    ).to_json()
+
+    changes = {saving["change"]: saving["smallest_host_bytes"] for saving in plan["give_up"]}
+    assert seen == []
+    assert set(changes) == {'policy.parameters = "storage"', 'train.gradient_dtype = "parameter"'}
+    assert max(changes.values()) < plan["smallest"]["host_memory"]
+
+
+def test_each_choice_has_one_line_and_what_budgets_leave_out_is_listed(text):
+    plan = plan_and_predict(config(text)).to_json()
+
+    assert {each["choice"] for each in plan["choices"]} == {
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "subgroups and window",
+        "order",
+        "striping",
+        "slots and prefetch",
+        "overlap",
+    }
+    assert all(each["why"] and "\n" not in each["why"] for each in plan["choices"])
+    outside = {each["what"]: each["num_bytes"] for each in plan["not_covered"]}
+    assert outside["activations, logits and loss"] > 0
+    assert outside["workspaces and generated code of libraries"] == "not bounded"
+    assert plan["co_resident"]["units"] == 1
