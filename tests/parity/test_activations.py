@@ -46,8 +46,7 @@ def test_training_equals_the_reference(tmp_path, checkpoint, offload, placement)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, nested
-@pytest.mark.parametrize("checkpoint", ["none", "unit"])
-@pytest.mark.parametrize("offload", ["host", "storage"])
+@pytest.mark.parametrize(("offload", "checkpoint"), [("storage", "none"), ("host", "unit")])
 def test_checkpoints_of_the_user_s_own_go_together_with_both(tmp_path, checkpoint, offload):
     for form in ("segments", "nested", "inside"):
         for reentrant in (False, True):
