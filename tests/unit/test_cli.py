@@ -70,6 +70,7 @@ OPTIONS = {
         "--host-memory",
         "--codec",
         "--order",
+        "--overlap",
         "--striping",
         "--baseline",
         "--compute-s",
