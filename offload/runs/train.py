@@ -139,6 +139,9 @@ def _result(
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
+    rate_factor = None
+    if machine is not None:
+        machine, rate_factor = recorder.raised(machine)
     medians = StepMedians.of(recorder.steps, recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
@@ -179,6 +182,7 @@ def _result(
         io_wait_s=medians.io_wait_s,
         bound_s=medians.bound_s,
         achieved_over_bound=ratio(medians.bound_s, medians.step_s),
+        path_rate_factor=rate_factor,
         update_bound_s=medians.update_bound_s,
         update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
