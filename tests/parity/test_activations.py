@@ -10,8 +10,13 @@ from torch import nn
 
 import offload
 from offload.runs.activations import ActivationMeter
+from offload.streaming.activation_store import STORAGES_UNDER_WAY
 
 MEMORY = 1 << 20
+BLOCK_INPUT_BYTES = 2 * 16 * 32 * 2
+"""Of `SmallGPT`: sequences, tokens, features, bytes of one."""
+MOST_UNDER_WAY = 2 * STORAGES_UNDER_WAY
+"""Two each way."""
 
 
 def _activations(*, checkpoint="none", offload="none", memory=MEMORY, threshold=1):
@@ -175,6 +180,8 @@ def test_graphs_that_are_dropped_give_their_room_back(tmp_path, offload):
         store = session._wrapped._activations._store
         assert once < session.stats().activation_offload_bytes / 6
         assert session.stats().activation_kept_bytes == 0
+        while store._moves:
+            store._finish_oldest()
         store._settle()
         assert store.counters.away_bytes == 0
         assert store._slots.num_free == store._slots.num_slots
@@ -209,6 +216,7 @@ def test_what_is_larger_than_the_slots_goes_to_storage_piece_by_piece(tmp_path):
             assert same_bits(found.grad.clone(), expected.grad)
 
 
+@pytest.mark.unified  # where a copy is there at once: else it depends on the machine's other work
 def test_backward_fetches_ahead_in_reverse_order(tmp_path):
     model = build(SmallGPT, layers=8)
     with _session(tmp_path, offload="host", checkpoint="unit", threshold=2048) as session:
@@ -320,16 +328,15 @@ def _peak(tmp_path, *, layers, **options):
 
 
 def test_the_peak_grows_by_block_inputs_alone_under_checkpoints(tmp_path):
-    block_input = 2 * 16 * 32 * 2  # sequences, tokens, features, bytes of one
-
-    assert _peak(tmp_path, layers=12) - _peak(tmp_path, layers=6) == 6 * block_input
+    assert _peak(tmp_path, layers=12) - _peak(tmp_path, layers=6) == 6 * BLOCK_INPUT_BYTES
 
 
 @pytest.mark.parametrize("offload", ["host", "storage"])
 def test_the_peak_does_not_grow_with_the_layers_where_block_inputs_are_moved(tmp_path, offload):
-    peaks = [_peak(tmp_path, layers=n, offload=offload, threshold=2048) for n in (6, 12)]
+    few, many = (_peak(tmp_path, layers=n, offload=offload, threshold=2048) for n in (6, 18))
 
-    assert peaks[0] == peaks[1]
+    # How many are under way when the rest is largest depends on how fast they move.
+    assert abs(many - few) <= MOST_UNDER_WAY * BLOCK_INPUT_BYTES < 12 * BLOCK_INPUT_BYTES
 
 
 @pytest.mark.slow
@@ -345,9 +352,11 @@ def test_the_peak_of_a_run_does_not_grow_with_the_layers(tmp_path, small_config,
         "activations__memory": "1MiB",
     }
 
-    few = train(small_config(model__layers=3, **changes), run_dir=tmp_path / "few")
-    many = train(small_config(model__layers=6, **changes), run_dir=tmp_path / "many")
+    few = train(small_config(model__layers=2, **changes), run_dir=tmp_path / "few")
+    many = train(small_config(model__layers=8, **changes), run_dir=tmp_path / "many")
 
-    assert many.activation_peak_bytes == few.activation_peak_bytes
+    block_input = 2 * 64 * 128 * 2  # sequences, tokens, features, bytes of one
+    difference = many.activation_peak_bytes - few.activation_peak_bytes
+    assert abs(difference) <= MOST_UNDER_WAY * block_input < 6 * block_input
     assert many.activation_offload_bytes_per_step > few.activation_offload_bytes_per_step > 0
     assert many.activation_hit_rate is not None
