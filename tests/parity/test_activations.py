@@ -320,7 +320,9 @@ def test_a_compiled_block_goes_together_with_both(tmp_path):
 def _peak(tmp_path, *, layers, **options):
     model = build(SmallGPT, layers=layers)
     meter = ActivationMeter()
-    with _session(tmp_path / f"{layers}", checkpoint="unit", **options) as session:
+    with _session(
+        tmp_path / f"{layers}", checkpoint="unit", budget_bytes=8 << 20, **options
+    ) as session:
         session.wrap(model)
         with meter.counting(without=model.parameters()):
             loss_of(model, 0).backward()
