@@ -18,7 +18,12 @@ from offload.plan.machine_profile import MachineProfile, PathProfile, read_profi
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
-from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
+from offload.plan.traffic import (
+    ModelBytes,
+    StepTraffic,
+    kept_for_backward_bytes,
+    step_traffic,
+)
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.sizes import MIB, parse_duration
@@ -60,7 +65,9 @@ def plan_run(
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
         device=_plan_device(config, layout, discovered),
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host),
+        traffic=plan_traffic(
+            config, layout, host, num_slots=_num_free_slots(config, layout, discovered, host)
+        ),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -94,21 +101,36 @@ def choices_of(config: Config) -> Choices:
     )
 
 
-def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> StepTraffic:
+def plan_traffic(
+    config: Config, layout: ModelLayout, host: HostPlan | None, *, num_slots: int = 0
+) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
     Args:
         config: Of the run.
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
+        num_slots: Slots for units in which the last of forward stay for backward.
     """
+    kept = kept_for_backward_bytes(layout, num_slots)
     return step_traffic(
         ModelBytes.of(layout),
         parameters=_placement(config.policy.parameters) if config.offload else "host",
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+        kept_backward_bytes=[kept] * config.train.micro_steps,
     )
+
+
+def _num_free_slots(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> int:
+    device = _plan_device(config, layout, discovered)
+    num_slots = 0 if host is None else host.num_slots
+    if device is not None:
+        num_slots = device.num_slots
+    return max(num_slots - (discovered.co_resident_units - 1), 0)
 
 
 def _forecast_commits(

@@ -99,8 +99,8 @@ class Residency:
     def release_hold(self, index: int, *, evict: bool) -> None:
         """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
 
-        A unit whose next predicted use comes at once, in the same pass, stays. The slot that came
-        free takes what comes next: in a forward's end the same unit again, for backward.
+        One that is among the next that the trace predicts, as many as there are slots, stays: the
+        last units of forward are there for backward. A slot that came free takes what comes next.
         """
         unit = self.units[index]
         unit.num_holds -= 1
@@ -109,10 +109,10 @@ class Residency:
                 unit.find_kept()
             if unit.kept_names:
                 return
-            following = self.trace.next_access()
-            if following != Access(unit=index, is_backward=False):
+            num_held = sum(other.num_holds > 0 for other in self.units)
+            if not self.trace.is_among_next(index, self._pool.num_slots - num_held):
                 self.evict(unit)
-                self.prefetch()
+            self.prefetch()
 
     def drop_holds(self) -> None:
         """Ends every hold: no call runs, so what is held was left by one that was interrupted."""
