@@ -16,8 +16,9 @@ SOURCES = (
     "backend_libaio.c",
     "backend_threads.c",
     "backend_uring.c",
+    "uring_registered.c",
 )
-HEADERS = ("aio.h", "queue.h")
+HEADERS = ("aio.h", "queue.h", "uring_registered.h")
 PROBE = """
 #include <liburing.h>
 int probe(struct io_uring *ring);

@@ -73,6 +73,9 @@ class SessionStats:
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int | None = None
+    registered_bytes: int = 0
+    """Of slots and windows that the kernel was told of beforehand, so that it does not look their
+    pages up at each transfer; 0 where no path uses io_uring or RLIMIT_MEMLOCK does not allow it."""
     completed_steps: int = 0
     committed_step: int | None = None
     paths: tuple[PathStats, ...] = ()
@@ -161,6 +164,7 @@ class Session:
         self._beside: list[WrappedModel] = []
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
+        self._registered_bytes = 0
         self._is_open = False
         self.metadata: dict[str, Any] | None = None
         """What the commit that was resumed was given; None for a new store."""
@@ -200,6 +204,7 @@ class Session:
 
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
+        self._registered_bytes = 0
         wrapped, self._wrapped = self._wrapped, None
         beside, self._beside = self._beside, []
         store, self._store = self._store, None
@@ -297,6 +302,7 @@ class Session:
         except BaseException:
             wrapped.close()
             raise
+        self._register(wrapped.transfer_memory)
         if name is None:
             self._wrapped = wrapped
         else:
@@ -445,6 +451,7 @@ class Session:
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
+            registered_bytes=self._registered_bytes,
             host_peak_bytes=sum(each.host_peak_bytes for each in [wrapped, *self._beside]),
             device_peak_bytes=self._device_peak_bytes(),
             completed_steps=wrapped.completed_steps,
@@ -529,6 +536,12 @@ class Session:
                 roots[rates.index(None)],
             )
         return rates
+
+    def _register(self, memory: memoryview) -> None:
+        """Tells the kernel of memory that every step moves; without that all goes on the same."""
+        if memory:
+            is_used = [engine.register(memory) for engine in self._engines]
+            self._registered_bytes += len(memory) if any(is_used) else 0
 
     def _start_draining(self, store: BlockStore) -> None:
         options = self.config.checkpoint

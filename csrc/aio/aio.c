@@ -108,6 +108,29 @@ void ofl_aio_unregister(struct ofl_aio *queue, void *buf)
 	pthread_mutex_unlock(&queue->lock);
 }
 
+int ofl_aio_register_file(struct ofl_aio *queue, int fd)
+{
+	int error;
+
+	if (fd < 0)
+		return -EBADF;
+	if (!queue->ops->register_file)
+		return -EOPNOTSUPP;
+	pthread_mutex_lock(&queue->lock);
+	error = queue->ops->register_file(queue, fd);
+	pthread_mutex_unlock(&queue->lock);
+	return error;
+}
+
+void ofl_aio_unregister_file(struct ofl_aio *queue, int fd)
+{
+	if (!queue->ops->unregister_file)
+		return;
+	pthread_mutex_lock(&queue->lock);
+	queue->ops->unregister_file(queue, fd);
+	pthread_mutex_unlock(&queue->lock);
+}
+
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats)
 {
 	pthread_mutex_lock(&queue->lock);

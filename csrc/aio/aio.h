@@ -114,6 +114,9 @@ struct ofl_aio_stats {
 	uint64_t write_ns;
 	uint64_t read_latencies[OFL_AIO_NUM_LATENCIES];
 	uint64_t write_latencies[OFL_AIO_NUM_LATENCIES];
+	/* Handed to the kernel by ofl_aio_register() and ofl_aio_register_file(). */
+	uint64_t registered_memory_pieces;
+	uint64_t registered_file_pieces;
 };
 
 /*
@@ -233,6 +236,24 @@ int ofl_aio_register(struct ofl_aio *queue, void *buf, size_t len);
 /* End the registration that began at buf; no transfer may be using the memory.
  * Thread-safe. */
 void ofl_aio_unregister(struct ofl_aio *queue, void *buf);
+
+/*
+ * Register a file that many transfers will use, so that the kernel looks it up and
+ * holds it once.  Transfers of its descriptor use the registration; results are the
+ * same with and without.
+ *
+ * ofl_aio_unregister_file() comes before close(fd), except after the end of
+ * ofl_aio_close(): the number may be given to another file, and transfers to that
+ * one would reach this one.  A registered file stays open in the kernel.
+ *
+ * Returns 0, also if it is registered already, or -EOPNOTSUPP (the backend or the
+ * kernel has no such thing), -ENOSPC (64 files are registered), -EBADF.  On error
+ * transfers work all the same.  Thread-safe.
+ */
+int ofl_aio_register_file(struct ofl_aio *queue, int fd);
+
+/* End the registration of a file; no transfer may be using it.  Thread-safe. */
+void ofl_aio_unregister_file(struct ofl_aio *queue, int fd);
 
 /* Store the counters since the queue was opened.  Thread-safe. */
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats);

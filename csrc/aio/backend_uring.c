@@ -4,38 +4,21 @@
 #include <errno.h>
 
 #include "queue.h"
+#include "uring_registered.h"
 
-/* Without the library's header, or where the build says that it can't be linked, the
- * backend is there and refuses to start: whoever asks for it is told why. */
-#if defined(__has_include) && !defined(OFL_AIO_NO_LIBURING)
-#if __has_include(<liburing.h>)
-#define HAVE_LIBURING
-#endif
-#endif
+#ifdef OFL_AIO_HAVE_LIBURING
 
-#ifdef HAVE_LIBURING
-
-#include <liburing.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* Of the kernel: one registered buffer is at most 1 GiB; larger memory takes several. */
-#define MAX_REGISTERED_BYTES ((size_t)1 << 30)
-#define NUM_REGISTERED	     256
-#define NOT_REGISTERED	     (-1)
-#define WAKE		     1 /* user_data of the poll; no entry has this address */
+#define WAKE 1 /* user_data of the poll; no entry has this address */
 
 struct entry {
 	struct ofl_aio_piece piece;
-	int registered; /* index of the registered buffer that holds the piece */
-};
-
-struct registered {
-	void *owner; /* the address that was given; one call may take several */
-	char *start;
-	size_t len; /* 0: the index is not in use */
+	int memory; /* index of the registered memory that holds the piece, */
+	int file;   /* and of its registered file; or OFL_AIO_NOT_REGISTERED */
 };
 
 /*
@@ -53,91 +36,8 @@ struct ring {
 
 	/* Under queue->lock. */
 	bool wants_wake; /* the thread found nothing to take and will wait */
-	bool takes_registered;
-	uint32_t end_registered; /* indices below it may be in use */
-	struct registered registered[NUM_REGISTERED];
+	struct ofl_aio_registered registered;
 };
-
-/* ---- registered memory ---- */
-
-static int update_registered(struct ring *ring, uint32_t index, struct registered to)
-{
-	struct iovec vector = {.iov_base = to.start, .iov_len = to.len};
-	int result = io_uring_register_buffers_update_tag(&ring->uring, index, &vector,
-							  NULL, 1);
-
-	if (result < 0)
-		return result;
-	ring->registered[index] = to;
-	if (to.len && index >= ring->end_registered)
-		ring->end_registered = index + 1;
-	return 0;
-}
-
-static int find_unused(const struct ring *ring)
-{
-	for (int i = 0; i < NUM_REGISTERED; i++)
-		if (!ring->registered[i].len)
-			return i;
-	return -ENOSPC;
-}
-
-static void drop_registered(struct ring *ring, const void *owner)
-{
-	for (uint32_t i = 0; i < ring->end_registered; i++) {
-		struct registered *r = &ring->registered[i];
-
-		if (!r->len || r->owner != owner)
-			continue;
-		/* If the kernel refuses, its entry stays and is not used any more. */
-		if (update_registered(ring, i, (struct registered){0}) < 0)
-			*r = (struct registered){0};
-	}
-}
-
-static int uring_register(struct ofl_aio *queue, void *buf, size_t len)
-{
-	struct ring *ring = queue->backend;
-	size_t part_len;
-
-	if (!ring->takes_registered)
-		return -EOPNOTSUPP;
-	for (size_t done = 0; done < len; done += part_len) {
-		struct registered part = {.owner = buf, .start = (char *)buf + done};
-		int result = find_unused(ring);
-
-		part_len = len - done;
-		if (part_len > MAX_REGISTERED_BYTES)
-			part_len = MAX_REGISTERED_BYTES;
-		part.len = part_len;
-		if (result >= 0)
-			result = update_registered(ring, (uint32_t)result, part);
-		if (result < 0) {
-			drop_registered(ring, buf);
-			return result;
-		}
-	}
-	return 0;
-}
-
-static void uring_unregister(struct ofl_aio *queue, void *buf)
-{
-	drop_registered(queue->backend, buf);
-}
-
-static int registered_index(const struct ring *ring, const struct ofl_aio_rest *rest)
-{
-	const char *start = rest->buf;
-
-	for (uint32_t i = 0; i < ring->end_registered; i++) {
-		const struct registered *r = &ring->registered[i];
-
-		if (start >= r->start && rest->len <= r->len &&
-		    (size_t)(start - r->start) <= r->len - rest->len)
-			return (int)i;
-	}
-	return NOT_REGISTERED;
-}
 
 /* ---- entries ---- */
 
@@ -148,18 +48,22 @@ static void prepare(struct ring *ring, struct entry *entry)
 	struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
 	unsigned int len = (unsigned int)rest.len; /* pieces are at most 1 GiB */
 
-	if (entry->registered != NOT_REGISTERED) {
+	if (entry->file != OFL_AIO_NOT_REGISTERED)
+		rest.fd = entry->file;
+	if (entry->memory != OFL_AIO_NOT_REGISTERED) {
 		if (rest.operation == OFL_AIO_READ)
 			io_uring_prep_read_fixed(sqe, rest.fd, rest.buf, len, rest.offset,
-						 entry->registered);
+						 entry->memory);
 		else
 			io_uring_prep_write_fixed(sqe, rest.fd, rest.buf, len,
-						  rest.offset, entry->registered);
+						  rest.offset, entry->memory);
 	} else if (rest.operation == OFL_AIO_READ) {
 		io_uring_prep_read(sqe, rest.fd, rest.buf, len, rest.offset);
 	} else {
 		io_uring_prep_write(sqe, rest.fd, rest.buf, len, rest.offset);
 	}
+	if (entry->file != OFL_AIO_NOT_REGISTERED)
+		io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
 	io_uring_sqe_set_data(sqe, entry);
 }
 
@@ -178,6 +82,19 @@ static void complete_entry(struct ofl_aio *queue, struct entry *entry, ssize_t r
 	prepare(ring, entry);
 }
 
+/* Look up what the kernel knows of a piece's memory and file.  Under queue->lock. */
+static void find_registered(struct ofl_aio *queue, struct entry *entry)
+{
+	const struct ring *ring = queue->backend;
+	struct ofl_aio_rest rest = ofl_aio_piece_rest(&entry->piece);
+
+	entry->memory =
+		ofl_aio_registered_find_memory(&ring->registered, rest.buf, rest.len);
+	entry->file = ofl_aio_registered_find_file(&ring->registered, rest.fd);
+	queue->stats.registered_memory_pieces += entry->memory != OFL_AIO_NOT_REGISTERED;
+	queue->stats.registered_file_pieces += entry->file != OFL_AIO_NOT_REGISTERED;
+}
+
 /* Take what there is room for; false once closing and nothing is left. */
 static bool take_pieces(struct ofl_aio *queue)
 {
@@ -187,13 +104,11 @@ static bool take_pieces(struct ofl_aio *queue)
 	pthread_mutex_lock(&queue->lock);
 	while (ring->num_free) {
 		struct entry *entry = ring->free[ring->num_free - 1];
-		struct ofl_aio_rest rest;
 
 		if (!ofl_aio_take(queue, &entry->piece))
 			break;
 		ring->num_free--;
-		rest = ofl_aio_piece_rest(&entry->piece);
-		entry->registered = registered_index(ring, &rest);
+		find_registered(queue, entry);
 		prepare(ring, entry);
 	}
 	/* Without a free entry a completion comes first, and then it looks again. */
@@ -304,6 +219,36 @@ static void uring_wake(struct ofl_aio *queue, size_t num_pieces)
 		return;
 }
 
+/* ---- registered memory and files ---- */
+
+static int uring_register_memory(struct ofl_aio *queue, void *buf, size_t len)
+{
+	struct ring *ring = queue->backend;
+
+	return ofl_aio_registered_add_memory(&ring->registered, buf, len);
+}
+
+static void uring_unregister_memory(struct ofl_aio *queue, void *buf)
+{
+	struct ring *ring = queue->backend;
+
+	ofl_aio_registered_drop_memory(&ring->registered, buf);
+}
+
+static int uring_register_file(struct ofl_aio *queue, int fd)
+{
+	struct ring *ring = queue->backend;
+
+	return ofl_aio_registered_add_file(&ring->registered, fd);
+}
+
+static void uring_unregister_file(struct ofl_aio *queue, int fd)
+{
+	struct ring *ring = queue->backend;
+
+	ofl_aio_registered_drop_file(&ring->registered, fd);
+}
+
 /* ---- start and stop ---- */
 
 static void free_ring(struct ring *ring)
@@ -342,8 +287,7 @@ static int open_uring(struct ring *ring)
 		error = io_uring_queue_init(size, &ring->uring, 0);
 	if (error)
 		return error;
-	ring->takes_registered =
-		!io_uring_register_buffers_sparse(&ring->uring, NUM_REGISTERED);
+	ofl_aio_registered_init(&ring->registered, &ring->uring);
 	return 0;
 }
 
@@ -382,6 +326,7 @@ static void uring_stop(struct ofl_aio *queue)
 	struct ring *ring = queue->backend;
 
 	pthread_join(ring->thread, NULL);
+	ofl_aio_registered_exit(&ring->registered);
 	io_uring_queue_exit(&ring->uring);
 	close(ring->event_fd);
 	free_ring(ring);
@@ -392,11 +337,13 @@ const struct ofl_aio_backend_ops ofl_aio_backend_uring = {
 	.start = uring_start,
 	.wake = uring_wake,
 	.stop = uring_stop,
-	.register_memory = uring_register,
-	.unregister_memory = uring_unregister,
+	.register_memory = uring_register_memory,
+	.unregister_memory = uring_unregister_memory,
+	.register_file = uring_register_file,
+	.unregister_file = uring_unregister_file,
 };
 
-#else /* HAVE_LIBURING */
+#else /* OFL_AIO_HAVE_LIBURING */
 
 static int uring_start(struct ofl_aio *queue)
 {
@@ -409,4 +356,4 @@ const struct ofl_aio_backend_ops ofl_aio_backend_uring = {
 	.start = uring_start,
 };
 
-#endif /* HAVE_LIBURING */
+#endif /* OFL_AIO_HAVE_LIBURING */

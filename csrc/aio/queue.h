@@ -80,10 +80,12 @@ struct ofl_aio_backend_ops {
 	/* Of backends that work piece by piece: one call of the kernel, which
 	 * returns a count or -errno.  The "threads" backend calls it. */
 	ssize_t (*transfer)(struct ofl_aio *queue, const struct ofl_aio_rest *rest);
-	/* As ofl_aio_register() and ofl_aio_unregister(), with queue->lock held.
-	 * Of backends that have no use for it: NULL. */
+	/* As ofl_aio_register() and its kin, with queue->lock held.  Of backends
+	 * that have no use for it: all NULL. */
 	int (*register_memory)(struct ofl_aio *queue, void *buf, size_t len);
 	void (*unregister_memory)(struct ofl_aio *queue, void *buf);
+	int (*register_file)(struct ofl_aio *queue, int fd);
+	void (*unregister_file)(struct ofl_aio *queue, int fd);
 };
 
 struct ofl_aio {

@@ -217,6 +217,41 @@ static OFL_TARGET uint64_t read_words(const uint64_t *words, size_t num_words)
 	return sum;
 }
 
+OFL_INLINE void bare_line(const struct ofl_optim_bare_array *array, char *at, vi key,
+			  vi *folded)
+{
+	vi x = key;
+
+	if (array->is_read)
+		x = vi_add(vf_as_vi(vf_load((const float *)(void *)at)), key);
+	if (!array->is_written)
+		*folded = vi_add(*folded, x);
+	else
+		store_16(at, x, !array->is_read);
+}
+
+static OFL_TARGET void bare(const struct ofl_optim_bare_array *arrays, size_t num_arrays,
+			    size_t start, size_t stop, int key)
+{
+	const vi keys = vi_set1(key);
+	vi folded = keys;
+	float sink[OFL_WIDTH];
+
+	for (size_t i = start; i < stop; i += OFL_STEP) {
+		for (size_t a = 0; a < num_arrays; a++) {
+			const size_t itemsize = arrays[a].itemsize;
+			char *at = arrays[a].data + i * itemsize;
+
+			for (size_t j = 0; j < OFL_STEP * itemsize; j += sizeof(vi))
+				bare_line(&arrays[a], at + j, keys, &folded);
+		}
+	}
+	/* So that no load is left out. */
+	vf_store(sink, vi_as_vf(folded));
+	__asm__ volatile("" : : "r"(sink) : "memory");
+	store_fence();
+}
+
 const struct ofl_optim_variant OFL_VARIANT = {
-	update_range, masters, norm, nonfinite, accumulate, read_words,
+	update_range, masters, norm, nonfinite, accumulate, read_words, bare,
 };

@@ -61,6 +61,19 @@ typedef void ofl_optim_accumulate_fn(void *accumulator, int accumulator_dtype,
 /* Folds whole 8-byte words. */
 typedef uint64_t ofl_optim_read_fn(const uint64_t *words, size_t num_words);
 
+/* One array of a bare pass. */
+struct ofl_optim_bare_array {
+	char *data;
+	size_t itemsize;
+	int is_read;
+	int is_written;
+};
+
+/* Adds key to each 32-bit word of elements start .. stop - 1, both multiples of 64, of
+ * arrays that are read and written, writes key to those that are only written. */
+typedef void ofl_optim_bare_fn(const struct ofl_optim_bare_array *arrays,
+			       size_t num_arrays, size_t start, size_t stop, int key);
+
 /* The kernels of one instruction set. */
 struct ofl_optim_variant {
 	ofl_optim_update_fn *update;
@@ -69,6 +82,7 @@ struct ofl_optim_variant {
 	ofl_optim_nonfinite_fn *nonfinite;
 	ofl_optim_accumulate_fn *accumulate;
 	ofl_optim_read_fn *read;
+	ofl_optim_bare_fn *bare;
 };
 
 extern const struct ofl_optim_variant ofl_optim_scalar;

@@ -60,6 +60,12 @@ OP vf vf_canonical(vf x)
 				_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
+/* Whether one of all lanes is NaN. */
+OP int vf_any_nan(vf x, vf y)
+{
+	return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_UNORD_Q)) != 0;
+}
+
 /* 1, -1 or 0; 0 for NaN. */
 OP vf vf_sign(vf x)
 {

@@ -65,6 +65,12 @@ OP vf vf_canonical(vf x)
 				  vi_as_vf(vi_set1(OFL_OPTIM_NAN)));
 }
 
+/* Whether one of all lanes is NaN. */
+OP int vf_any_nan(vf x, vf y)
+{
+	return _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q) != 0;
+}
+
 /* 1, -1 or 0; 0 for NaN. */
 OP vf vf_sign(vf x)
 {

@@ -71,6 +71,12 @@ OP vf vf_canonical(vf x)
 	return vbslq_f32(vceqq_f32(x, x), x, vi_as_vf(vi_set1(OFL_OPTIM_NAN)));
 }
 
+/* Whether one of all lanes is NaN. */
+OP int vf_any_nan(vf x, vf y)
+{
+	return vminvq_u32(vandq_u32(vceqq_f32(x, x), vceqq_f32(y, y))) == 0;
+}
+
 /* 1, -1 or 0; 0 for NaN. */
 OP vf vf_sign(vf x)
 {

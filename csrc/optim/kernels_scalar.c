@@ -228,6 +228,29 @@ static uint64_t read_words(const uint64_t *words, size_t num_words)
 	return sum;
 }
 
+static void bare(const struct ofl_optim_bare_array *arrays, size_t num_arrays,
+		 size_t start, size_t stop, int key)
+{
+	uint32_t folded = 0;
+
+	for (size_t a = 0; a < num_arrays; a++) {
+		uint32_t *words =
+			(uint32_t *)(void *)(arrays[a].data + start * arrays[a].itemsize);
+		const size_t num_words =
+			(stop - start) * arrays[a].itemsize / sizeof(*words);
+
+		for (size_t i = 0; i < num_words; i++) {
+			uint32_t x = (arrays[a].is_read ? words[i] : 0) + (uint32_t)key;
+
+			folded += x;
+			if (arrays[a].is_written)
+				words[i] = x;
+		}
+	}
+	/* So that no load is left out. */
+	__asm__ volatile("" : : "r"(folded));
+}
+
 const struct ofl_optim_variant ofl_optim_scalar = {
-	update_range, masters, norm, nonfinite, accumulate, read_words,
+	update_range, masters, norm, nonfinite, accumulate, read_words, bare,
 };

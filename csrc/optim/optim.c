@@ -274,3 +274,61 @@ int ofl_optim_update(struct ofl_optim_pool *pool, int variant,
 	update_plainly(pool, kernels, operands, ranges, num_ranges);
 	return 0;
 }
+
+/* Elements that every variant's bare pass takes at a time. */
+#define BARE_STEP ((size_t)64)
+
+struct bare_job {
+	ofl_optim_bare_fn *run;
+	struct ofl_optim_bare_array arrays[5];
+	size_t num_arrays;
+	size_t num_elements;
+	int key;
+};
+
+static void run_bare(const void *argument, size_t task)
+{
+	const struct bare_job *job = argument;
+	const size_t start = task * SLICE_ELEMENTS, stop = start + SLICE_ELEMENTS;
+
+	job->run(job->arrays, job->num_arrays, start,
+		 stop < job->num_elements ? stop : job->num_elements, job->key);
+}
+
+static int add_array(struct bare_job *job, const void *data, size_t itemsize, int is_read,
+		     int is_written)
+{
+	if (!data)
+		return 0;
+	if ((uintptr_t)data % 64)
+		return -EINVAL;
+	job->arrays[job->num_arrays++] = (struct ofl_optim_bare_array){
+		(char *)(uintptr_t)data, itemsize, is_read, is_written};
+	return 0;
+}
+
+int ofl_optim_bare_pass(struct ofl_optim_pool *pool, int variant,
+			const struct ofl_optim_operands *o)
+{
+	struct bare_job job = {.key = 0};
+	const struct ofl_optim_variant *kernels;
+	int error = ofl_optim_find_variant(variant, &kernels);
+
+	if (error)
+		return error;
+	if (!pool || !o || (o->num_elements && !are_operands(o)))
+		return -EINVAL;
+	job.run = kernels->bare;
+	job.num_elements = o->num_elements / BARE_STEP * BARE_STEP;
+	if (add_array(&job, o->parameter, ofl_itemsize(o->parameter_dtype),
+		      o->codec != OFL_OPTIM_FP32, 1) ||
+	    add_array(&job, o->codec == OFL_OPTIM_PARAMETER ? NULL : o->master,
+		      ofl_master_itemsize(o->codec), 1, 1) ||
+	    add_array(&job, o->gradient, ofl_itemsize(o->gradient_dtype), 1, 0) ||
+	    add_array(&job, o->first, sizeof(float), 1, 1) ||
+	    add_array(&job, o->second, sizeof(float), 1, 1))
+		return -EINVAL;
+	ofl_optim_pool_run(pool, run_bare, &job,
+			   (job.num_elements + SLICE_ELEMENTS - 1) / SLICE_ELEMENTS);
+	return 0;
+}

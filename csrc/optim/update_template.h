@@ -27,7 +27,8 @@ struct constants {
 	 * c = c1 or -(1-c1): negation is exact and x - y is x + (-y). */
 	vf c;
 	int base_is_gradient;
-	int decays; /* w != 0 */
+	int is_scaled; /* k1 or k2 is not 1 */
+	int decays;    /* w != 0 */
 	int is_nesterov;
 };
 
@@ -167,9 +168,9 @@ OFL_INLINE void update_adagrad(const struct constants *k, vf g, vf *p, vf *v)
 
 OFL_INLINE void update(int rule, const struct constants *k, vf g, vf *p, vf *m, vf *v)
 {
-	/* A factor of 1 changes no bit, so that none is left out here. */
-	g = vf_mul(g, k->k1);
-	g = vf_mul(g, k->k2);
+	/* A factor of 1 changes no bit, so that neither is left out alone. */
+	if (k->is_scaled)
+		g = vf_mul(vf_mul(g, k->k1), k->k2);
 	if (rule != OFL_OPTIM_ADAMW && rule != OFL_OPTIM_LION && k->decays)
 		g = vf_add(g, vf_mul(k->w, *p));
 	if (rule == OFL_OPTIM_ADAMW || rule == OFL_OPTIM_ADAM)
@@ -184,6 +185,23 @@ OFL_INLINE void update(int rule, const struct constants *k, vf g, vf *p, vf *m, 
 		*p = vf_add(*p, vf_mul(k->u, g));
 }
 
+/*
+ * [Note: NaN is looked for in the master] What is NaN in first or second makes the new
+ * master NaN, so one comparison of two vectors of masters tells that nothing is; but for
+ * Lion, where the sign of NaN is 0.
+ */
+OFL_INLINE int any_nan(int rule, const vf p[2], const vf m[2])
+{
+	return vf_any_nan(p[0], p[1]) ||
+	       (rule == OFL_OPTIM_LION && vf_any_nan(m[0], m[1]));
+}
+
+OFL_INLINE void make_canonical(vf values[2])
+{
+	values[0] = vf_canonical(values[0]);
+	values[1] = vf_canonical(values[1]);
+}
+
 OFL_INLINE void step(const struct constants *k, const struct pointers *at, int rule,
 		     enum form form, int gradient_dtype, int is_streamed)
 {
@@ -195,13 +213,18 @@ OFL_INLINE void step(const struct constants *k, const struct pointers *at, int r
 		load_values(at->first, OFL_OPTIM_F32, m);
 	if (has_second(rule))
 		load_values(at->second, OFL_OPTIM_F32, v);
-	for (int i = 0; i < 2; i++) {
+	for (int i = 0; i < 2; i++)
 		update(rule, k, g[i], &p[i], &m[i], &v[i]);
-		p[i] = vf_canonical(p[i]);
+	if (__builtin_expect(any_nan(rule, p, m), 0)) {
+		make_canonical(p);
+		make_canonical(m);
+		make_canonical(v);
+	}
+	for (int i = 0; i < 2; i++) {
 		if (has_first(rule))
-			vf_store(at->first + i * OFL_WIDTH, vf_canonical(m[i]));
+			vf_store(at->first + i * OFL_WIDTH, m[i]);
 		if (has_second(rule))
-			vf_store(at->second + i * OFL_WIDTH, vf_canonical(v[i]));
+			vf_store(at->second + i * OFL_WIDTH, v[i]);
 	}
 	store_master(at, form, is_streamed, p);
 }
@@ -361,6 +384,7 @@ static OFL_TARGET void update_range(const struct ofl_optim_operands *o,
 		.k2 = vf_set1(o->scales[1]),
 		.c = vf_set1(base_is_gradient ? -(1.0f - s->c1) : s->c1),
 		.base_is_gradient = base_is_gradient,
+		.is_scaled = o->scales[0] != 1.0f || o->scales[1] != 1.0f,
 		.decays = s->w != 0.0f,
 		.is_nesterov = s->is_nesterov,
 	};

@@ -33,6 +33,8 @@ class QueueStats:
     write_ns: int
     read_latencies: tuple[int, ...]
     write_latencies: tuple[int, ...]
+    registered_memory_pieces: int
+    registered_file_pieces: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,14 @@ class Queue:
         """Ends the registration that began at `address`; no transfer may be using the memory."""
         self._lib.ofl_aio_unregister(self._queue, self._ffi.cast("void *", address))
 
+    def register_file(self, fd: int) -> None:
+        """Announces a file that many transfers will use; raises as `register`, or ENOSPC."""
+        _raise_if(self._lib.ofl_aio_register_file(self._queue, fd), "ofl_aio_register_file")
+
+    def unregister_file(self, fd: int) -> None:
+        """Ends the registration; before `fd` is closed, and with no transfer using it."""
+        self._lib.ofl_aio_unregister_file(self._queue, fd)
+
     def stats(self) -> QueueStats:
         """Returns the counters."""
         stats = self._ffi.new("struct ofl_aio_stats *")
@@ -202,6 +212,8 @@ class Queue:
             write_ns=stats.write_ns,
             read_latencies=tuple(stats.read_latencies),
             write_latencies=tuple(stats.write_latencies),
+            registered_memory_pieces=stats.registered_memory_pieces,
+            registered_file_pieces=stats.registered_file_pieces,
         )
 
     def cancel(self) -> None:

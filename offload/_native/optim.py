@@ -220,6 +220,13 @@ def read(variant: str, *, source: int, num_bytes: int, num_threads: int) -> int:
     return int(folded[0])
 
 
+def bare_pass(variant: str, arrays: UpdateArrays, *, num_threads: int) -> None:
+    """Moves what an update would and computes nothing; see `ofl_optim_bare_pass`."""
+    pool = _pool(num_threads, os.getpid())
+    result = _extension().lib.ofl_optim_bare_pass(pool, _number(variant), _operands(arrays))
+    _raise_if(result, f"a bare pass over {arrays.num_elements} elements, variant `{variant}`")
+
+
 def copy_rate_bytes_per_s(
     *, num_bytes: int = 64 * MIB, num_threads: int | None = None, rounds: int = 3
 ) -> float:
@@ -266,6 +273,17 @@ def _update(
     variant: str, arrays: UpdateArrays, ranges: Sequence[Range], statistics: Any, num_threads: int
 ) -> None:
     ffi, lib = _extension().ffi, _extension().lib
+    rows = [(r.start, r.stop, [getattr(r.scalars, name) for name in SCALARS]) for r in ranges]
+    table = ffi.new("struct ofl_optim_range[]", rows)
+    pool = _pool(num_threads, os.getpid())
+    operands = _operands(arrays)
+    result = lib.ofl_optim_update(pool, _number(variant), operands, table, len(rows), statistics)
+    what = f"{arrays.rule} over {arrays.num_elements} elements, variant `{variant}`"
+    _raise_if(result, what)
+
+
+def _operands(arrays: UpdateArrays) -> Any:
+    ffi = _extension().ffi
     operands = ffi.new("struct ofl_optim_operands *")
     operands.rule = RULES.index(arrays.rule)
     operands.codec = CODECS.index(arrays.codec)
@@ -278,12 +296,7 @@ def _update(
     operands.second = ffi.cast("float *", arrays.second)
     operands.num_elements = arrays.num_elements
     operands.scales = arrays.scales
-    rows = [(r.start, r.stop, [getattr(r.scalars, name) for name in SCALARS]) for r in ranges]
-    table = ffi.new("struct ofl_optim_range[]", rows)
-    pool = _pool(num_threads, os.getpid())
-    result = lib.ofl_optim_update(pool, _number(variant), operands, table, len(rows), statistics)
-    what = f"{arrays.rule} over {arrays.num_elements} elements, variant `{variant}`"
-    _raise_if(result, what)
+    return operands
 
 
 def _gradient_table(gradients: Sequence[GradientArray]) -> Any:

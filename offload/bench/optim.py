@@ -1,5 +1,6 @@
 """How fast optimizer kernels are beside what the memory can do, and beside torch's own."""
 
+import functools
 import gc
 import statistics
 import time
@@ -14,7 +15,9 @@ from offload._native import optim as native
 from offload.bench.environment import describe_environment
 from offload.bench.optim_memory import OptimMemory
 from offload.bench.optim_options import OptimBenchOptions, OptimCase
-from offload.optim.kernels import Kernels, Range, adamw_scalars, load_kernels
+from offload.optim.kernels import Kernels, NativeKernels, Range, adamw_scalars, load_kernels
+
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,9 @@ class OptimResult:
     bytes_per_s: float
     memcpy_bytes_per_s: float
     ratio_to_memcpy: float
+    bare_bytes_per_s: float | None
+    """Of a pass over the same arrays that computes nothing; None for kernels in torch."""
+    ratio_to_bare: float | None
     spread: float
     """The slowest round over the fastest."""
     fastest_ratio_to_memcpy: float
@@ -61,12 +67,16 @@ class TorchResult:
 
     fused_parameters_per_s: float
     fused_with_casts_parameters_per_s: float
-    """With the gradient cast to fp32 before it and the master to bf16 after it."""
+    """With the gradient cast to fp32 before it and the master to bf16 after it, into tensors that
+    stay: the least that it can cost."""
+    fused_with_new_gradients_parameters_per_s: float
+    """The same with `master.grad = gradient.float()`: a new tensor each step."""
     split_parameters_per_s: float
     """Of our AdamW with codec `split`, in the same rounds."""
     split_over_fused_with_casts: float
     fastest_split_over_fused_with_casts: float
     """Of the fastest rounds of each."""
+    split_over_fused_with_new_gradients: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +124,14 @@ def run_optim_bench(
 def interleaved(actions: dict[str, Callable[[], object]], *, num_rounds: int) -> dict[str, Any]:
     """Returns the seconds of each action in each round, after one round that does not count.
 
-    Interleaved, since a machine's memory and clock change from one second to the next.
+    Interleaved, since a machine's memory and clock change from one second to the next. Before each
+    is a pause: OpenMP's threads spin for some milliseconds after torch's operations, on processors
+    that the next action would use.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for index in range(num_rounds + 1):
         for name, action in actions.items():
+            time.sleep(_PAUSE_S)
             started_s = time.perf_counter()
             action()
             elapsed_s = time.perf_counter() - started_s
@@ -131,18 +144,20 @@ def _measure(
     case: OptimCase, memory: OptimMemory, kernels: Kernels, options: OptimBenchOptions
 ) -> OptimResult:
     whole = _whole(options)
-    seconds = interleaved(
-        {
-            "memcpy": _copier(case, memory, is_nontemporal=False),
-            "non-temporal": _copier(case, memory, is_nontemporal=True),
-            "pass": lambda: kernels.update(memory.operands, [whole]),
-        },
-        num_rounds=options.num_rounds,
-    )
+    actions: dict[str, Callable[[], object]] = {
+        "memcpy": _copier(case, memory, is_nontemporal=False),
+        "non-temporal": _copier(case, memory, is_nontemporal=True),
+        "pass": lambda: kernels.update(memory.operands, [whole]),
+    }
+    if isinstance(kernels, NativeKernels):
+        actions["bare"] = functools.partial(kernels.bare_pass, memory.operands)
+    seconds = interleaved(actions, num_rounds=options.num_rounds)
     typical_s = {name: statistics.median(each) for name, each in seconds.items()}
     copied_bytes = 2 * memory.source.numel() * memory.source.element_size()
     copy_rate = copied_bytes / min(typical_s["memcpy"], typical_s["non-temporal"])
-    rate = options.num_parameters * memory.bytes_per_parameter / typical_s["pass"]
+    pass_bytes = options.num_parameters * memory.bytes_per_parameter
+    rate = pass_bytes / typical_s["pass"]
+    bare_rate = pass_bytes / typical_s["bare"] if "bare" in typical_s else None
     return OptimResult(
         optimizer=case.optimizer,
         codec=case.codec,
@@ -157,9 +172,10 @@ def _measure(
         bytes_per_s=rate,
         memcpy_bytes_per_s=copy_rate,
         ratio_to_memcpy=rate / copy_rate,
+        bare_bytes_per_s=bare_rate,
+        ratio_to_bare=None if bare_rate is None else rate / bare_rate,
         spread=max(seconds["pass"]) / min(seconds["pass"]),
-        fastest_ratio_to_memcpy=options.num_parameters
-        * memory.bytes_per_parameter
+        fastest_ratio_to_memcpy=pass_bytes
         / copied_bytes
         * min(*seconds["memcpy"], *seconds["non-temporal"])
         / min(seconds["pass"]),
@@ -246,11 +262,19 @@ def _measure_torch(options: OptimBenchOptions) -> TorchResult:
         optimizer.step()
         half.copy_(master.detach())
 
+    def step_with_new_gradients() -> None:
+        master.grad = half_gradient.float()
+        optimizer.step()
+        half.copy_(master.detach())
+
+    actions: dict[str, Callable[[], object]] = {
+        "fused": optimizer.step,
+        "with casts": step_with_casts,
+        "new gradients": step_with_new_gradients,
+        "split": _split(options),
+    }
     try:
-        seconds = interleaved(
-            {"fused": optimizer.step, "with casts": step_with_casts, "split": _split(options)},
-            num_rounds=options.num_rounds,
-        )
+        seconds = interleaved(actions, num_rounds=options.num_rounds)
     finally:
         torch.set_num_threads(threads)
     rates = {
@@ -259,9 +283,11 @@ def _measure_torch(options: OptimBenchOptions) -> TorchResult:
     return TorchResult(
         fused_parameters_per_s=rates["fused"],
         fused_with_casts_parameters_per_s=rates["with casts"],
+        fused_with_new_gradients_parameters_per_s=rates["new gradients"],
         split_parameters_per_s=rates["split"],
         split_over_fused_with_casts=rates["split"] / rates["with casts"],
         fastest_split_over_fused_with_casts=min(seconds["with casts"]) / min(seconds["split"]),
+        split_over_fused_with_new_gradients=rates["split"] / rates["new gradients"],
     )
 
 

@@ -72,6 +72,8 @@ class EngineUpdates:
             self._store.create()
             self._stack.callback(self._store.close)
             self._memory = HostMemory(self._plan)
+            for engine in engines:
+                engine.register(self._memory.transfers)
             parameters, gradients = made_up_values(self._layout, self._memory)
             self._state = ModelState(
                 layout=self._layout,

@@ -88,7 +88,9 @@ def bench_optim(
 def _render(console: "Console", report: "OptimReport") -> None:
     from rich.table import Table
 
-    table = Table("optimizer", "codec", "gradient", "kernels", "10⁹ param/s", "GB/s", "x copy")
+    table = Table(
+        "optimizer", "codec", "gradient", "kernels", "10⁹ param/s", "GB/s", "x copy", "x bare"
+    )
     for r in report.results:
         table.add_row(
             r.optimizer,
@@ -98,6 +100,7 @@ def _render(console: "Console", report: "OptimReport") -> None:
             f"{r.parameters_per_s / 1e9:.2f}",
             f"{r.bytes_per_s / 1e9:.1f}",
             f"{r.ratio_to_memcpy:.2f}",
+            "-" if r.ratio_to_bare is None else f"{r.ratio_to_bare:.2f}",
         )
     console.print(table)
     helpers = Table("gradient helper", "dtype", "kernels", "GB/s", "beside")
@@ -114,5 +117,7 @@ def _render(console: "Console", report: "OptimReport") -> None:
     console.print(
         f"torch fused AdamW: {torch.fused_parameters_per_s / 1e9:.2f} 10⁹ param/s; with both casts "
         f"{torch.fused_with_casts_parameters_per_s / 1e9:.2f}, against which codec split reached "
-        f"{torch.split_over_fused_with_casts:.2f} x in the same rounds"
+        f"{torch.split_over_fused_with_casts:.2f} x in the same rounds; with a new fp32 gradient "
+        f"each step {torch.fused_with_new_gradients_parameters_per_s / 1e9:.2f}, "
+        f"{torch.split_over_fused_with_new_gradients:.2f} x"
     )

@@ -48,8 +48,14 @@ class Arena:
             raise StoreError("cannot use a closed arena: open it first")
         return self._memory
 
-    def take(self, num_bytes: int) -> memoryview:
-        """Cuts the next `num_bytes` off the arena, page-aligned."""
+    def take(self, num_bytes: int, *, is_inherited: bool = True) -> memoryview:
+        """Cuts the next `num_bytes` off the arena, page-aligned.
+
+        Args:
+            num_bytes: May be 0.
+            is_inherited: False leaves the pages out of forked children. Of pages that the kernel
+                holds for transfers a child would get copies at once, and not when they change.
+        """
         start, stop = self._used_bytes, self._used_bytes + round_up(num_bytes, PAGE_BYTES)
         if num_bytes == 0:
             return memoryview(bytearray())
@@ -60,4 +66,7 @@ class Arena:
                 "open the arena, or plan it larger"
             )
         self._used_bytes = stop
+        mapping = self._memory.obj
+        if not is_inherited and isinstance(mapping, mmap.mmap):
+            mapping.madvise(mmap.MADV_DONTFORK, start, stop - start)
         return self._memory[start : start + num_bytes]

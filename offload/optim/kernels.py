@@ -172,6 +172,14 @@ class NativeKernels:
             self.name, _gradient_arrays(gradients), num_threads=self.num_threads
         )
 
+    def bare_pass(self, operands: Operands) -> None:
+        """Reads and writes what `update` would, and computes nothing: what the memory can do.
+
+        Under codec `fp32` the parameter becomes 0; all else stays as it is. The last elements that
+        fill no vector are left out.
+        """
+        native.bare_pass(self.name, _checked_arrays(operands, (), ()), num_threads=self.num_threads)
+
     def accumulate(self, accumulator: Tensor, gradient: Tensor) -> None:
         """Adds a gradient; see `Kernels.accumulate`."""
         check_accumulation(accumulator, gradient)

@@ -48,6 +48,10 @@ class BackendStats:
     """Element i: the requests that took 2^i to 2^(i+1) microseconds; those at both ends also
     what is shorter, or longer."""
     write_latencies: tuple[int, ...] = (0,) * NUM_LATENCIES
+    registered_memory_pieces: int = 0
+    """Pieces of transfers whose memory the kernel had been told of."""
+    registered_file_pieces: int = 0
+    """Pieces of transfers whose file the kernel had been told of."""
 
     def engine_stats(self) -> EngineStats:
         """Returns the bytes and requests alone."""
@@ -64,6 +68,8 @@ class BackendStats:
             write_s=self.write_s + other.write_s,
             read_latencies=_sums(self.read_latencies, other.read_latencies),
             write_latencies=_sums(self.write_latencies, other.write_latencies),
+            registered_memory_pieces=self.registered_memory_pieces + other.registered_memory_pieces,
+            registered_file_pieces=self.registered_file_pieces + other.registered_file_pieces,
         )
 
 

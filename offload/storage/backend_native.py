@@ -8,9 +8,11 @@ import time
 
 from offload._native import aio
 from offload.errors import StorageError
+from offload.sizes import format_size
 from offload.storage.backend import BackendStats, Request
 from offload.storage.buffer import BufferView
 from offload.storage.faults import FaultPlan
+from offload.storage.file import StorageFile
 from offload.storage.transfer import Completion, Operation, Transfer
 
 _LOGGER = logging.getLogger("offload.storage")
@@ -66,6 +68,8 @@ class NativeBackend:
         """Starts `transfer`."""
         file = transfer.file
         queue = self._queue(self.name if file.is_direct else self._buffered_name())
+        if self.name == "io_uring" and file.is_direct and self not in file.before_close:
+            self._register_file(queue, file)
         request = queue.submit(
             _NATIVE_OPERATION[transfer.operation],
             fd=file.fd,
@@ -90,7 +94,7 @@ class NativeBackend:
         try:
             self._queue(self.name).register(address=view.address, num_bytes=view.num_bytes)
         except OSError as error:
-            _LOGGER.info("memory of %d bytes is not registered: %s", view.num_bytes, error)
+            _tell_unregistered(view.num_bytes, error)
             return False
         return True
 
@@ -98,6 +102,20 @@ class NativeBackend:
         """Takes `register` back."""
         if self.name == "io_uring":
             self._queue(self.name).unregister(address=view.address)
+
+    def _register_file(self, queue: aio.Queue, file: StorageFile) -> None:
+        """Tells the kernel of a file, until that is closed; once for each file."""
+        try:
+            queue.register_file(file.fd)
+        except OSError as error:
+            _LOGGER.info("file `%s` is not registered: %s", file.path, error)
+        file.before_close[self] = lambda: self._unregister_file(file.fd)
+
+    def _unregister_file(self, fd: int) -> None:
+        with self._lock:
+            queue = self._queues.get(self.name)
+            if queue is not None:
+                queue.unregister_file(fd)
 
     def stats(self) -> BackendStats:
         """Returns the counters of all queues."""
@@ -168,6 +186,23 @@ class _NativeRequest:
         return Completion(error=result.error, done_bytes=result.done_bytes)
 
 
+_warned_unregistered = threading.Event()
+
+
+def _tell_unregistered(num_bytes: int, error: OSError) -> None:
+    """A warning, once, of what the user can change."""
+    is_warned = _warned_unregistered.is_set() or error.errno != errno.ENOMEM
+    if not is_warned:
+        _warned_unregistered.set()
+    _LOGGER.log(
+        logging.INFO if is_warned else logging.WARNING,
+        "memory of %s is not registered with io_uring, which looks its pages up at each transfer: "
+        "%s; raise RLIMIT_MEMLOCK (`ulimit -l`) to spare that CPU time",
+        format_size(num_bytes),
+        error,
+    )
+
+
 def _stats_of(queue: aio.Queue) -> BackendStats:
     stats = queue.stats()
     return BackendStats(
@@ -180,6 +215,8 @@ def _stats_of(queue: aio.Queue) -> BackendStats:
         write_s=stats.write_ns / _NS_PER_S,
         read_latencies=stats.read_latencies,
         write_latencies=stats.write_latencies,
+        registered_memory_pieces=stats.registered_memory_pieces,
+        registered_file_pieces=stats.registered_file_pieces,
     )
 
 

@@ -282,7 +282,8 @@ class Engine:
 
         The kernel then holds its pages once, and not for each transfer: about half the CPU time
         of direct transfers through `io_uring`. Nothing else changes. The pages count against
-        RLIMIT_MEMLOCK.
+        RLIMIT_MEMLOCK. Files are announced by themselves, from their first transfer until they
+        are closed.
 
         Returns:
             False if it has no effect: no path uses `io_uring`, or the kernel refuses.

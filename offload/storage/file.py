@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class StorageFile:
     """An open file.
 
     `alignment` is what addresses, offsets and lengths of transfers must be multiples of: 1 for a
-    buffered file. `fd` is -1 once the file is closed.
+    buffered file. `fd` is -1 once the file is closed. `before_close` holds what has to happen while
+    the descriptor is still this file's, by whom it is for.
     """
 
     path: Path
@@ -33,6 +35,7 @@ class StorageFile:
     is_direct: bool = False
     alignment: int = 1
     in_flight: InFlight = field(default_factory=InFlight, repr=False)
+    before_close: dict[object, Callable[[], None]] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
         """Waits for the file's transfers in flight and closes it; again does nothing.
@@ -41,6 +44,8 @@ class StorageFile:
         would reach that one.
         """
         self.in_flight.drain()
+        while self.before_close:
+            self.before_close.popitem()[1]()
         fd, self.fd = self.fd, _CLOSED_FD
         if fd != _CLOSED_FD:
             os.close(fd)

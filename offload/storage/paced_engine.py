@@ -9,7 +9,7 @@ from typing import Self
 
 from offload.errors import ConfigError, StorageError, StoreError
 from offload.storage.buffer import Buffer, view_buffer
-from offload.storage.engine import Engine, EngineStats, Priority, Ticket
+from offload.storage.engine import Engine, EngineStats, PathStats, Priority, Ticket
 from offload.storage.file import StorageFile
 from offload.storage.transfer import Operation
 
@@ -153,9 +153,21 @@ class PacedEngine:
         """Makes durable what is done; as `Engine.flush`."""
         self._engine.flush(file)
 
+    def register(self, memory: Buffer) -> bool:
+        """Announces memory to the kernel; as `Engine.register`."""
+        return self._engine.register(memory)
+
+    def unregister(self, memory: Buffer) -> None:
+        """Takes `register` back; as `Engine.unregister`."""
+        self._engine.unregister(memory)
+
     def stats(self) -> EngineStats:
         """Returns the counters of the engine."""
         return self._engine.stats()
+
+    def path_stats(self) -> list[PathStats]:
+        """Returns the counters of the engine's paths; as `Engine.path_stats`."""
+        return self._engine.path_stats()
 
     def _hold(
         self,

@@ -22,6 +22,8 @@ class HostMemory:
         slots: Unit slots, or None where parameters are resident.
         states: Slots of records, in the window and cached; None where the state is resident.
         parameters: Slots of a record's parameters in the window; None where they are resident.
+        transfers: The memory of all these slots: what the I/O engine moves all the time. A forked
+            child does not have it.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -32,16 +34,20 @@ class HostMemory:
         self.gradients = arena.take(plan.gradient_bytes)
         self._parameters = arena.take(plan.resident_parameter_bytes)
         self._state = arena.take(plan.resident_state_bytes)
-        slots = arena.take(plan.slot_bytes * plan.num_slots)
-        states = arena.take(plan.state_buffer_bytes * (plan.num_buffers + plan.num_cached))
-        parameters = arena.take(plan.parameter_buffer_bytes * plan.num_buffers)
+        num_states = plan.num_buffers + plan.num_cached
+        slots_end = plan.slot_bytes * plan.num_slots
+        states_end = slots_end + plan.state_buffer_bytes * num_states
+        end = states_end + plan.parameter_buffer_bytes * plan.num_buffers
+        self.transfers = arena.take(end, is_inherited=False)
         self.budget.lease(plan.gradient_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
-        self.slots = self._pool(slots, plan.slot_bytes, "unit slots")
-        self.states = self._pool(states, plan.state_buffer_bytes, "records")
+        self.slots = self._pool(self.transfers[:slots_end], plan.slot_bytes, "unit slots")
+        self.states = self._pool(
+            self.transfers[slots_end:states_end], plan.state_buffer_bytes, "records"
+        )
         self.parameters = self._pool(
-            parameters, plan.parameter_buffer_bytes, "parameters of records"
+            self.transfers[states_end:], plan.parameter_buffer_bytes, "parameters of records"
         )
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:

@@ -297,6 +297,11 @@ class WrappedModel:
         return self._memory.budget.peak_bytes
 
     @property
+    def transfer_memory(self) -> memoryview:
+        """Slots and windows: the memory that the I/O engine moves all the time; may be empty."""
+        return self._memory.transfers
+
+    @property
     def device_peak_bytes(self) -> int | None:
         """Most bytes leased at one time on the device; None where host arenas are its arenas."""
         return None if self._device_memory is None else self._device_memory.budget.peak_bytes

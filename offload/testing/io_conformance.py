@@ -606,6 +606,20 @@ class IOConformance:
         assert memory[MIB:].tobytes() == written[MIB:]
         assert not memory[:MIB].any()
 
+    def test_a_file_that_gets_the_number_of_a_closed_one_is_the_one_that_is_written(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        memory = _aligned(MIB)
+
+        for value in range(3):
+            file = open_file(tmp_path / str(value), create=True)
+            memory[:] = value
+            engine.write(file, 0, memory).wait()
+            file.close()
+
+        for value in range(3):
+            assert (tmp_path / str(value)).read_bytes() == bytes([value]) * MIB
+
     def test_flush_succeeds_after_writes(self, engine: Engine, any_file: StorageFile) -> None:
         engine.write(any_file, 0, _aligned(MIB)).wait()
 

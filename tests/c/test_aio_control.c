@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_aio_control.c - cancelling, notifying, counters, registered memory and faults. */
+/* test_aio_control.c - cancelling, notifying, counters, registrations and faults. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -297,6 +297,62 @@ static void test_registered_memory_moves_the_same_bytes(const char *backend)
 	close(fd);
 }
 
+/* A number that is taken back and given to another file reaches that one. */
+static void test_registered_files_are_those_of_their_numbers(const char *backend)
+{
+	struct ofl_aio *queue = open_queue(backend, 4, NULL);
+	struct ofl_aio_stats stats;
+	uint64_t num_pieces = 0;
+
+	if (!queue) /* not here */
+		return;
+	for (int turn = 0; turn < 100; turn++) { /* more than there are indices */
+		int fd = open_temporary();
+		int error = ofl_aio_register_file(queue, fd);
+
+		CHECK(!error || error == -EOPNOTSUPP);
+		CHECK_EQUAL(ofl_aio_register_file(queue, fd), error);
+		memset(written, turn + 1, FILE_BYTES);
+		CHECK_EQUAL(move(queue, OFL_AIO_WRITE, fd, written, FILE_BYTES).error, 0);
+		CHECK_EQUAL(pread(fd, found, FILE_BYTES, 0), FILE_BYTES);
+		CHECK(!memcmp(found, written, FILE_BYTES));
+		ofl_aio_unregister_file(queue, fd);
+		ofl_aio_unregister_file(queue, fd);
+		close(fd);
+		num_pieces += error ? 0 : FILE_BYTES / BLOCK_BYTES;
+	}
+	ofl_aio_read_stats(queue, &stats);
+	CHECK_EQUAL(stats.registered_file_pieces, num_pieces);
+	CHECK_EQUAL(ofl_aio_register_file(queue, -1), -EBADF);
+	ofl_aio_close(queue);
+}
+
+static void test_more_files_than_can_be_registered_are_moved_too(void)
+{
+	struct ofl_aio *queue = open_queue("io_uring", 4, NULL);
+	int fds[70], error = 0;
+
+	if (!queue) /* not here */
+		return;
+	for (int i = 0; i < 70; i++) {
+		fds[i] = open_temporary();
+		error = ofl_aio_register_file(queue, fds[i]);
+	}
+	CHECK(error == -ENOSPC || error == -EOPNOTSUPP);
+	for (int i = 0; i < 70; i++)
+		CHECK_EQUAL(move(queue, OFL_AIO_WRITE, fds[i], written, 1).error, 0);
+	ofl_aio_unregister_file(queue, fds[0]);
+	if (error == -ENOSPC) /* one index is free again */
+		CHECK_EQUAL(ofl_aio_register_file(queue, fds[69]), 0);
+	for (int i = 0; i < 70; i++) {
+		CHECK_EQUAL(move(queue, OFL_AIO_READ, fds[i], found, 1).error, 0);
+		CHECK_EQUAL(found[0], written[0]);
+	}
+	ofl_aio_close(queue);
+	for (int i = 0; i < 70; i++)
+		close(fds[i]);
+}
+
 int main(void)
 {
 	test_cancel_ends_what_has_not_begun();
@@ -308,5 +364,8 @@ int main(void)
 	test_registered_memory_moves_the_same_bytes("threads");
 	test_registered_memory_moves_the_same_bytes("libaio");
 	test_registered_memory_moves_the_same_bytes("io_uring");
+	test_registered_files_are_those_of_their_numbers("libaio");
+	test_registered_files_are_those_of_their_numbers("io_uring");
+	test_more_files_than_can_be_registered_are_moved_too();
 	return 0;
 }

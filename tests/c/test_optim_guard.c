@@ -173,6 +173,29 @@ static void check_gradients(struct ofl_optim_pool *pool, struct guarded *pages,
 	}
 }
 
+/* Whole steps of 64 are rewritten as they are; of codec fp32 the parameter becomes 0. */
+static void check_bare_pass(struct ofl_optim_pool *pool, struct guarded *pages,
+			    struct guarded *others, int variant, struct kind kind)
+{
+	const size_t n = 128;
+	struct placed a = place(pages, kind, n, 1), b = place(others, kind, n, 1);
+
+	if (kind.codec == OFL_OPTIM_FP32)
+		memset(b.arrays[0], 0, b.bytes[0]);
+	CHECK_EQUAL(ofl_optim_bare_pass(pool, variant, &a.operands), 0);
+	for (int i = 0; i < NUM_OPERANDS; i++)
+		CHECK(memcmp(a.arrays[i], b.arrays[i], a.bytes[i]) == 0);
+	a.operands.num_elements = 127; /* the last 63 are left out */
+	fill(a.arrays[0], a.bytes[0], 7);
+	CHECK_EQUAL(ofl_optim_bare_pass(pool, variant, &a.operands), 0);
+	fill(b.arrays[0], b.bytes[0], 7);
+	CHECK(memcmp((char *)a.arrays[0] + a.bytes[0] / 2,
+		     (char *)b.arrays[0] + b.bytes[0] / 2, a.bytes[0] / 2) == 0);
+	a.operands.num_elements = 64;
+	a.operands.gradient = (char *)a.arrays[2] + itemsize(kind.gradient_dtype);
+	CHECK_EQUAL(ofl_optim_bare_pass(pool, variant, &a.operands), -EINVAL);
+}
+
 static void check_variant(struct ofl_optim_pool *pool, struct guarded *pages,
 			  struct guarded *others, int variant)
 {
@@ -185,10 +208,13 @@ static void check_variant(struct ofl_optim_pool *pool, struct guarded *pages,
 
 	for (int dtype = 0; dtype <= OFL_OPTIM_F16; dtype++) {
 		for (int rule = 0; rule < OFL_OPTIM_NUM_RULES; rule++)
-			for (size_t form = 0; form < 4; form++)
-				check_update(pool, pages, others, variant,
-					     (struct kind){rule, forms[form][0],
-							   forms[form][1], dtype});
+			for (size_t form = 0; form < 4; form++) {
+				const struct kind kind = {rule, forms[form][0],
+							  forms[form][1], dtype};
+
+				check_update(pool, pages, others, variant, kind);
+				check_bare_pass(pool, pages, others, variant, kind);
+			}
 		check_gradients(pool, pages, others, variant, dtype);
 	}
 }

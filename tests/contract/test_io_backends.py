@@ -2,12 +2,15 @@
 
 import errno
 
+import numpy as np
 import pytest
 
 from offload._native import aio
 from offload.errors import ConfigError, StorageError
+from offload.sizes import MIB
 from offload.storage.engine import BACKENDS, Engine
 from offload.storage.faults import Fault, FaultPlan
+from offload.storage.file import StorageFile
 from offload.testing.io_conformance import IOConformance
 
 needs_extension = pytest.mark.skipif(
@@ -29,6 +32,32 @@ class TestIoUring(IOConformance):
         if is_refused("io_uring"):
             pytest.skip("no liburing, or the kernel refuses io_uring_setup here")
         return Engine("io_uring", **options)
+
+    def test_the_kernel_is_told_of_direct_files_and_of_memory_beforehand(
+        self, engine: Engine, direct_file: StorageFile
+    ) -> None:
+        memory = np.zeros(MIB + 4096, np.uint8)
+        memory = memory[-memory.ctypes.data % 4096 :][:MIB]
+
+        engine.write(direct_file, 0, memory).wait()
+        engine.register(memory)
+        engine.write(direct_file, 0, memory).wait()
+        engine.unregister(memory)
+        engine.write(direct_file, 0, memory).wait()
+
+        (path,) = engine.path_stats()
+        assert path.counters.registered_file_pieces == 3
+        assert path.counters.registered_memory_pieces == 1
+
+    def test_closing_the_engine_lets_go_of_files(self, direct_file: StorageFile) -> None:
+        with self.make_engine() as engine:
+            engine.write(direct_file, 0, np.zeros(0, np.uint8)).wait()
+        with self.make_engine() as engine:
+            engine.write(direct_file, 0, np.zeros(0, np.uint8)).wait()
+
+        assert len(direct_file.before_close) == 2
+        direct_file.close()
+        assert not direct_file.before_close
 
 
 @needs_extension

@@ -48,6 +48,7 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
     assert values["torch"].keys() >= {
         "fused_parameters_per_s",
         "fused_with_casts_parameters_per_s",
+        "fused_with_new_gradients_parameters_per_s",
     }
     assert plot.read_text().startswith("<svg")
     known = read_profile(profile)
@@ -73,6 +74,9 @@ def test_bytes_are_those_that_the_pass_reads_and_writes():
     for result in results:
         expected = 1000 * result.bytes_per_parameter / result.seconds
         assert result.bytes_per_s == pytest.approx(expected)
+        if result.bare_bytes_per_s is not None:
+            ratio = result.bytes_per_s / result.bare_bytes_per_s
+            assert result.ratio_to_bare == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(

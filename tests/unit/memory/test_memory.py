@@ -1,7 +1,9 @@
 """Arenas, pools, budgets and storages over slots."""
 
 import gc
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,32 @@ def make_pool(num_slots: int = 2, slot_bytes: int = 4096) -> tuple[SlotPool, Bud
     budget = Budget(num_slots * slot_bytes, tier="host")
     region = arena.take(num_slots * slot_bytes)
     return SlotPool(region, slot_bytes=slot_bytes, budget=budget, purpose="slots"), budget
+
+
+def flags_of(region: memoryview) -> list[str]:
+    """Of the kernel's mapping that the region begins in."""
+    address = np.frombuffer(region, np.uint8).ctypes.data
+    flags: list[str] = []
+    is_inside = False
+    with Path("/proc/self/smaps").open(encoding="ascii") as lines:
+        for line in lines:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                start, stop = (int(number, 16) for number in first.split("-"))
+                is_inside = start <= address < stop
+            elif is_inside and first == "VmFlags:":
+                flags = line.split()[1:]
+    return flags
+
+
+def test_children_do_not_get_the_regions_that_they_shall_not_have() -> None:
+    arena = Arena(3 * 8192)
+    arena.open()
+
+    before, own, after = (arena.take(8192, is_inherited=number != 1) for number in range(3))
+
+    assert "dc" in flags_of(own)  # proc_pid_smaps(5): do not copy area on fork
+    assert "dc" not in flags_of(before) + flags_of(after)
 
 
 def test_budget_refuses_one_byte_too_many_and_names_the_holders() -> None:
