@@ -66,7 +66,7 @@ def plan_run(
         device=_plan_device(config, layout, discovered),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(
-            config, layout, host, num_slots=_num_free_slots(config, layout, discovered, host)
+            config, layout, host, kept=_kept_bytes(config, layout, discovered, host)
         ),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
@@ -102,7 +102,7 @@ def choices_of(config: Config) -> Choices:
 
 
 def plan_traffic(
-    config: Config, layout: ModelLayout, host: HostPlan | None, *, num_slots: int = 0
+    config: Config, layout: ModelLayout, host: HostPlan | None, *, kept: int = 0
 ) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
@@ -110,9 +110,8 @@ def plan_traffic(
         config: Of the run.
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
-        num_slots: Slots for units in which the last of forward stay for backward.
+        kept: Parameter bytes that a backward does not read.
     """
-    kept = kept_for_backward_bytes(layout, num_slots)
     return step_traffic(
         ModelBytes.of(layout),
         parameters=_placement(config.policy.parameters) if config.offload else "host",
@@ -123,14 +122,20 @@ def plan_traffic(
     )
 
 
-def _num_free_slots(
+def _kept_bytes(
     config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
 ) -> int:
+    """Returns the bytes of units that stay for backward, or that backward does not ask for."""
     device = _plan_device(config, layout, discovered)
     num_slots = 0 if host is None else host.num_slots
     if device is not None:
         num_slots = device.num_slots
-    return max(num_slots - (discovered.co_resident_units - 1), 0)
+    num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
+    first_kept = len(layout.units) - num_free
+    not_asked_for = (i for i in discovered.lookup_units() if i < first_kept)
+    return kept_for_backward_bytes(layout, num_free) + sum(
+        discovered.units[index].num_bytes for index in not_asked_for
+    )
 
 
 def _forecast_commits(

@@ -50,7 +50,7 @@ def test_a_link_that_became_faster_shortens_it_again():
     before = distance.units
 
     for _ in range(40):
-        distance.note_fetch(MB, within_s=1.0, was_late=False)
+        distance.note_fetch(MB, within_s=0.9, was_late=False)
 
     assert (before, distance.units) == (7, 2)
 
