@@ -76,18 +76,18 @@ class Overlap(Protocol):
 
 
 def resolve_overlap(name: str) -> Overlap | None:
-    """Returns the overlap that is called `name`; None for `none`: updates run by themselves.
+    """Returns the overlap that is called `name`; None where no update runs under a forward.
 
     Raises:
         ConfigError: There is no such overlap.
     """
-    if name == "none":
+    if name in ("none", "backward"):
         return None
     overlaps = importlib.import_module("offload.policies.overlap").OVERLAPS
     if name not in overlaps:
         raise ConfigError(
-            f"cannot resolve `policy.overlap`: expected {_names(['none', *overlaps])}, found "
-            f"`{name}`; change `policy.overlap`"
+            "cannot resolve `policy.overlap`: expected "
+            f"{_names(['none', 'backward', *overlaps])}, found `{name}`; change `policy.overlap`"
         )
     return cast(Overlap, overlaps[name]())
 

@@ -62,6 +62,8 @@ class SessionStats:
     """In calls of `step`."""
     update_wait_s: float = 0.0
     """For which passes waited for updates that run under them."""
+    update_io_wait_s: float = 0.0
+    """The part of it in which those waited for storage."""
     update_read_bytes: int = 0
     """The part of `read_bytes` that updates read."""
     moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
@@ -338,6 +340,15 @@ class Session:
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
         return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
 
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A context for all micro-steps of a step but the last, as `no_sync` of DDP.
+
+        With overlap `backward` or `both` updates begin in the last one, as gradients are complete.
+        """
+        with self._require_wrapped("accumulate gradients").accumulating():
+            yield
+
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
         """Makes the state of now, with `metadata`, what a resume finds.
 
@@ -445,7 +456,8 @@ class Session:
             moved_by_steps=wrapped.moved_by_steps(),
             io_wait_s=wrapped.io_wait_s,
             update_s=wrapped.update_s,
-            update_wait_s=wrapped.update_wait_s,
+            update_wait_s=wrapped.update_wait_s[0],
+            update_io_wait_s=wrapped.update_wait_s[1],
             update_read_bytes=wrapped.update_read_bytes,
             stalls=wrapped.stalls,
             accesses=accesses,

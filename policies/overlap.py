@@ -32,4 +32,10 @@ class Forward:
         return [record for record in sequence if record not in cached][:capacity]
 
 
-OVERLAPS = {overlap.name: overlap for overlap in (Forward,)}
+class Both(Forward):
+    """What is not updated under backward is under the next forward."""
+
+    name = "both"
+
+
+OVERLAPS = {overlap.name: overlap for overlap in (Forward, Both)}

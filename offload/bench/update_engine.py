@@ -9,6 +9,7 @@ from typing import Self
 
 from offload.bench.update_options import PathBytes, UpdateOptions, made_up_values
 from offload.layout import ModelLayout
+from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
 from offload.optim.kernels import load_kernels
 from offload.optim.pipeline import ModelState, ParameterUpdate, UpdatePipeline, state_key
@@ -17,8 +18,9 @@ from offload.optim.scalars import adamw_scalars
 from offload.optim.window import Window
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
-from offload.policy import resolve_order, resolve_striping
+from offload.policy import resolve_order, resolve_overlap, resolve_striping
 from offload.storage.engine import Engine
+from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
 from offload.streaming.host_memory import HostMemory
@@ -55,10 +57,13 @@ class EngineUpdates:
         self._completed = 0
         self._digest_bytes = [(0, 0) for _ in roots]
         self.commit_s: list[float] = []
+        overlap = resolve_overlap(options.overlap)
+        self._deferred = DeferredUpdates(overlap, StallAccount()) if overlap else None
+        self._moved_by_steps: list[PathBytes] | None = None
 
     def __enter__(self) -> Self:
         with self._stack:
-            engines = [self._stack.enter_context(Engine()) for _ in self._roots]
+            engines = [self._stack.enter_context(each) for each in self._engines()]
             paths = [
                 StorePath(root=root, nominal_bytes_per_s=rates.mixed_bytes_per_s)
                 for root, rates in zip(self._roots, self._machine.paths, strict=True)
@@ -89,6 +94,9 @@ class EngineUpdates:
                 num_cached=self._plan.num_cached,
             )
             self._pipeline = UpdatePipeline(self._state, self._window, load_kernels())
+            if self._deferred is not None:
+                self._deferred.use(self._layout, self._pipeline)
+                self._stack.callback(self._deferred.close)
             self._stack = self._stack.pop_all()
         return self
 
@@ -100,11 +108,29 @@ class EngineUpdates:
     ) -> None:
         self._stack.close()
 
+    def passes(self, compute_s: float) -> float:
+        """Sleeps as long as forward and backward take; returns what of updates was exposed."""
+        deferred = self._deferred
+        if deferred is None:
+            time.sleep(compute_s)
+            return 0.0
+        waited_s = deferred.wait_s
+        num_units = len(self._layout.units)
+        for unit in range(num_units):
+            deferred.wait_for(unit)
+            time.sleep(compute_s / 3 / num_units)
+        deferred.finish()
+        if self._completed:
+            deferred.prefetch()
+        self._moved_by_steps = self._moved()
+        time.sleep(2 * compute_s / 3)
+        return deferred.wait_s - waited_s
+
     def before_update(self) -> None:
         """Does nothing: gradients stay in memory."""
 
     def update(self, step: int) -> float:
-        """Runs the update of a step and returns its time."""
+        """Runs the update of a step, or starts it under the next passes, and returns the time."""
         scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step)
         updates = {
             name: ParameterUpdate(scalars=scalars, scales=()) for name in self._layout.parameters
@@ -112,8 +138,13 @@ class EngineUpdates:
         records = self._layout.records
         order = [records[index] for index in self._order.sequence(len(records), step)]
         kept = self._order.kept(len(records), self._window.num_cached, step)
+        names = {records[index].name for index in kept}
         started_s = time.perf_counter()
-        self._pipeline.run(order, updates, kept={records[index].name for index in kept})
+        if self._deferred is None:
+            self._pipeline.run(order, updates, kept=names)
+        else:
+            units = range(len(self._layout.units))
+            self._deferred.start(updates, edited=frozenset(), kept=names, upcoming=units)
         self._completed = step
         return time.perf_counter() - started_s
 
@@ -122,6 +153,7 @@ class EngineUpdates:
         every = self._options.commit_every
         if every and step % every == 0:
             started_s = time.perf_counter()
+            self.finish()
             self._write_cached()
             self._store.commit({"bench": step})
             self.commit_s.append(time.perf_counter() - started_s)
@@ -131,8 +163,23 @@ class EngineUpdates:
         """Bytes of records that were found in memory so far."""
         return self._pipeline.cache_hit_bytes
 
+    def finish(self) -> None:
+        """Waits until no update is pending."""
+        if self._deferred is not None:
+            self._deferred.finish()
+
     def moved(self) -> list[PathBytes]:
-        """Returns what each path moved so far, without what digests read."""
+        """Returns what each path moved so far, or until no update was pending last."""
+        return self._moved() if self._moved_by_steps is None else self._moved_by_steps
+
+    def _engines(self) -> list[Engine]:
+        faults = self._options.faults
+        if not faults:
+            return [Engine() for _ in self._roots]
+        return [Engine(backend="fault", faults=plan) for plan in faults]
+
+    def _moved(self) -> list[PathBytes]:
+        """Without what digests read."""
         return [
             PathBytes(
                 path=str(path),
@@ -146,7 +193,9 @@ class EngineUpdates:
 
     def digest(self) -> str:
         """Returns the digest of the state; what it reads counts for nothing."""
-        counted = self.moved()
+        self.finish()
+        self._pipeline.drop_prefetched()
+        counted = self._moved()
         cached = {
             record.name: state
             for record in self._layout.records

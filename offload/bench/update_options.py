@@ -10,7 +10,8 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.plan.machine import Machine
-from offload.policy import resolve_order, resolve_striping
+from offload.policy import resolve_order, resolve_overlap, resolve_striping
+from offload.storage.faults import FaultPlan
 from offload.streaming.host_memory import HostMemory
 
 PARAMETER_ELEMENTS = 16 << 20
@@ -28,6 +29,8 @@ class UpdateOptions:
     """Of parameters and gradients (4 bytes for each parameter), window and cache."""
     codec: str = "split"
     order: str = "sequential"
+    overlap: str = "none"
+    """What updates run under; `forward` needs order `resident`."""
     striping: str = "adaptive"
     baseline: str = "engine"
     """`engine`, or one of the baselines, which have a codec, an order and a split of their own."""
@@ -39,6 +42,8 @@ class UpdateOptions:
     """Steps between commits; 0: none."""
     machine: Machine | None = None
     """Rates that are known already; None: they are measured before and after."""
+    faults: Sequence[FaultPlan] = ()
+    """Of each path, rates and errors that the I/O engine emulates; none: the paths as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,14 @@ def check_options(options: UpdateOptions) -> None:
         )
     resolve_order(options.order)
     resolve_striping(options.striping)
+    if resolve_overlap(options.overlap) is None:
+        return
+    if options.order != "resident" or options.baseline != "engine":
+        raise ConfigError(
+            f"cannot measure updates with `--overlap` {options.overlap}: expected `--order` "
+            f"resident and no baseline, found `{options.order}` and `{options.baseline}`; change "
+            "them"
+        )
 
 
 def made_up_layout(num_parameters: int, *, codec: str) -> ModelLayout:

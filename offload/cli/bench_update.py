@@ -43,6 +43,9 @@ def update(
     ],
     codec: Annotated[str, typer.Option(help="split or fp32.")] = "split",
     order: Annotated[str, typer.Option(help="Which record is updated next.")] = "sequential",
+    overlap: Annotated[
+        str, typer.Option(help="What updates run under: none, or forward with --order resident.")
+    ] = "none",
     striping: Annotated[
         str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")
     ] = "adaptive",
@@ -72,6 +75,7 @@ def update(
             host_memory_bytes=parse_size(host_memory),
             codec=codec,
             order=order,
+            overlap=overlap,
             striping=striping,
             baseline=baseline,
             compute_s=compute_s,

@@ -8,6 +8,8 @@ from rich.table import Table
 from offload.cli.figures import NONE, format_figure
 from offload.cli.output import Result
 
+_NUM_STALLS = 4
+_LEAST_STALL_S = 0.01
 _RUN_FIGURES = (
     ("parameters", "parameters"),
     ("state", "state_bytes"),
@@ -54,6 +56,11 @@ def render_train(console: Console, result: Result) -> None:
     if values.get("stopped_by"):
         title = f"stopped by {values['stopped_by']} after step {values['steps']}"
     rows = [(label, format_figure(key, values.get(key))) for label, key in _RUN_FIGURES]
+    rows += [
+        (f"waited for {stall['waits_for']}", f"{stall['duration_s']:.2f} s: {stall['cause']}")
+        for stall in (values.get("stalls") or [])[:_NUM_STALLS]
+        if stall["duration_s"] >= _LEAST_STALL_S
+    ]
     _print_facts(console, title, rows)
 
 

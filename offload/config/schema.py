@@ -279,7 +279,8 @@ class PolicyConfig(Section):
     """Which subgroup is updated next."""
     overlap: Overlap
     """What updates run under: `"forward"`, the default with order `"resident"`, under the next
-    forward pass; `"none"`, the default with the other orders, after the backward pass."""
+    forward pass; `"backward"` as soon as gradients are complete, without clipping by a global norm;
+    `"both"`; `"none"`, the default with the other orders, after the backward pass."""
     striping: StripingName
     """How blocks are spread over paths: `"adaptive"` by what each delivers lately,
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio

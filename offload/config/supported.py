@@ -19,7 +19,6 @@ class Problem:
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
-    "policy.overlap": ("none", "forward"),
 }
 
 
@@ -37,7 +36,35 @@ def unsupported_values(config: Config) -> Iterator[Problem]:
             "then the pass's own",
             found=policy.order,
         )
+    yield from _early_problems(config)
     yield from _tier_problems(config)
+
+
+def _early_problems(config: Config) -> Iterator[Problem]:
+    """What updates under backward cannot do."""
+    overlap = config.policy.overlap
+    if overlap not in ("backward", "both"):
+        return
+    given = f'with `policy.overlap = "{overlap}"`'
+    if config.train.max_grad_norm:
+        yield Problem(
+            key="train.max_grad_norm",
+            expected=f"0 {given}, as a global norm is known only after the last gradient",
+            found=config.train.max_grad_norm,
+        )
+    for key in ("policy.parameters", "policy.optimizer"):
+        if _lookup(config, key) != "storage":
+            yield Problem(
+                key=key,
+                expected=f'`"storage"` {given}, as new values wait there for the step',
+                found=_lookup(config, key),
+            )
+    if config.tiers.device.kind != "cpu":
+        yield Problem(
+            key="tiers.device.kind",
+            expected=f'`"cpu"` {given} in this version',
+            found=config.tiers.device.kind,
+        )
 
 
 def _tier_problems(config: Config) -> Iterator[Problem]:

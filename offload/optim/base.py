@@ -55,6 +55,10 @@ class UpdateEngine(Protocol):
         """Returns how many updates the parameter has had."""
         ...
 
+    def follow(self, update_of: Callable[[nn.Parameter], ParameterUpdate | None]) -> None:
+        """Takes what gives the update that a step would apply to a parameter now."""
+        ...
+
     def apply(self, updates: dict[str, ParameterUpdate]) -> None:
         """Updates the named parameters and counts one completed optimizer step."""
         ...
@@ -117,6 +121,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._options = frozenset(defaults)
         super().__init__(params, defaults)
         engine.use_rule(self.rule(), takes_whole=self.TAKES_WHOLE)
+        engine.follow(self._update_now)
 
     def rule(self) -> str:
         """Returns the update rule of the kernels, given the param_groups."""
@@ -178,6 +183,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "cannot load a `state_dict` into an optimizer whose state lives in the session's "
             "store; open the session on the store of the run to resume"
         )
+
+    def _update_now(self, parameter: nn.Parameter) -> ParameterUpdate | None:
+        """Returns what a step would apply to `parameter` now; None where it has no gradient."""
+        name, accumulator = self._engine.name_of(parameter), self._engine.accumulator_of(parameter)
+        if name is None or accumulator is None:
+            return None
+        for group in self.param_groups:
+            if any(each is parameter for each in group["params"]):
+                return self._update_of(group, name, accumulator)
+        return None
 
     def _update_of(
         self, group: dict[str, Any], name: str, accumulator: Accumulator

@@ -90,6 +90,7 @@ class DeferredUpdates:
         edited: frozenset[str],
         kept: Container[str],
         upcoming: Sequence[int],
+        skip: Container[str] = (),
     ) -> None:
         """Takes the updates of a step over and returns at once. Nothing else may be pending.
 
@@ -98,12 +99,13 @@ class DeferredUpdates:
             edited: Parameters that are the master again.
             kept: Names of records whose state stays in memory.
             upcoming: The units of the next forward, by first use, as far as it is known.
+            skip: Names of records that need no update any more.
         """
         assert not self.is_pending
         self.reads_gradients = True
         self._caller = threading.get_ident()
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
-        names = frozenset(record.name for record in touched)
+        names = frozenset(record.name for record in touched if record.name not in skip)
         self._sequence = [
             index
             for index in self._policy.sequence(self._units, upcoming)
@@ -210,8 +212,10 @@ class DeferredUpdates:
         io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)
         self.wait_s += waited_s
         self.io_wait_s += io_s
-        self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
-        self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
+        if io_s:
+            self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
+        if waited_s > io_s:
+            self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
         return waited_s
 
     # In the thread of the updates.
@@ -290,6 +294,9 @@ class _PendingRecords:
     def take(self, record: Record) -> None:
         with self._lock:
             self._waiting.remove(self._numbers[record.name])
+
+    def is_open(self) -> bool:
+        return False
 
     def choose(self, ready: Sequence[Record]) -> Record:
         with self._lock:

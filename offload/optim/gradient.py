@@ -48,7 +48,7 @@ class Accumulator:
         name: str,
         memory: torch.Tensor,
         sums_of_squares: SumsOfSquares,
-        before_write: Callable[[], None] = lambda: None,
+        before_write: Callable[[str], None] = lambda _: None,
         *,
         device: torch.device | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Accumulator:
             gradient: Its values.
             start_copy: Starts copying them from a device; None: they are copied at once.
         """
-        self._before_write()
+        self._before_write(self.name)
         self.settle()
         self.scales.clear()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -112,13 +112,13 @@ class Accumulator:
     def apply_scales(self) -> None:
         """Multiplies the memory by what is pending, rounded once to nearest even."""
         if self.scales:
-            self._before_write()
+            self._before_write(self.name)
             self.memory.copy_(self._scaled())
             self.scales.clear()
 
     def writable(self) -> torch.Tensor:
         """Returns the memory for writing, or for aliases through which it may be written."""
-        self._before_write()
+        self._before_write(self.name)
         self.apply_scales()
         return self.memory
 

@@ -16,6 +16,7 @@ from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
+from offload.storage.engine import Priority
 from offload.storage.stalls import StallAccount
 from offload.storage.wakeup import Wakeup
 
@@ -28,6 +29,10 @@ __all__ = [
     "parameter_key",
     "state_key",
 ]
+
+
+_PRIORITY = Priority.WRITE_BACK
+"""Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
 
 
 class RecordSource(Protocol):
@@ -43,6 +48,10 @@ class RecordSource(Protocol):
 
     def choose(self, ready: Sequence[Record]) -> Record:
         """Returns which of the records that are in memory is updated next."""
+        ...
+
+    def is_open(self) -> bool:
+        """Returns whether more records may come; who adds one calls `UpdatePipeline.wake`."""
         ...
 
 
@@ -64,6 +73,9 @@ class InOrder:
     def choose(self, ready: Sequence[Record]) -> Record:
         return ready[0]
 
+    def is_open(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateJob:
@@ -77,6 +89,7 @@ class UpdateJob:
         kept: Names of records whose state stays in memory after its update, not written.
         stalls: Where waits are added.
         on_updated: Called when the parameters of a record have their new values where they live.
+        is_staged: Whether what is written becomes current later. Cached records are left alone.
     """
 
     source: RecordSource
@@ -86,6 +99,7 @@ class UpdateJob:
     kept: Container[str]
     stalls: StallAccount
     on_updated: Callable[[Record], None] = lambda _: None
+    is_staged: bool = False
 
 
 class Ticket(Protocol):
@@ -216,7 +230,9 @@ class UpdatePipeline:
                 return
             self._ahead.append(_InFlight(record=record, buffer=buffer))
             if buffer.state is not None:
-                self._ahead[-1].tickets.append(store.read(state_key(record), buffer.state))
+                self._ahead[-1].tickets.append(
+                    store.read(state_key(record), buffer.state, priority=_PRIORITY)
+                )
                 self.prefetched_bytes += record.padded_bytes
                 self.read_bytes += record.padded_bytes
 
@@ -267,6 +283,10 @@ class UpdatePipeline:
         since_s = self._waiting_since_s
         return self._io_wait_s + (0.0 if since_s is None else time.perf_counter() - since_s)
 
+    def wait_woken(self) -> None:
+        """Waits until `wake` is called: there is nothing to do."""
+        self._wakeup.wait()
+
     def wake(self) -> None:
         """Ends a wait, since the source may have changed its mind."""
         self._wakeup.wake()
@@ -306,8 +326,10 @@ class _Run:
         reading, writing = self._reading, self._writing
         try:
             self._take_over_prefetched()
-            self._write_back_left_out()
-            while self._job.source.peek() is not None or reading or writing:
+            if not self._job.is_staged:
+                self._write_back_left_out()
+            source = self._job.source
+            while source.is_open() or source.peek() is not None or reading or writing:
                 self._reap()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
@@ -317,6 +339,8 @@ class _Run:
                     self._pipeline.wait_any(reading[0], self._job, "reading records")
                 elif writing:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
+                elif source.is_open():
+                    self._pipeline.wait_woken()
         except BaseException:
             self._pipeline.abandon(reading, writing)
             raise
@@ -360,7 +384,7 @@ class _Run:
         elif current.is_new:
             storage_over(buffer.state).zero_()
         else:
-            current.tickets.append(store.read(state_key(record), buffer.state))
+            current.tickets.append(store.read(state_key(record), buffer.state, priority=_PRIORITY))
             self._pipeline.read_bytes += record.padded_bytes
 
     def _read_parameters(self, current: _InFlight) -> None:
@@ -370,7 +394,9 @@ class _Run:
         for subgroup in current.record.subgroups:
             memory = buffer.parameters[subgroup.name]
             if self._reads_parameter(current, subgroup):
-                current.tickets.append(store.read(parameter_key(subgroup), memory))
+                current.tickets.append(
+                    store.read(parameter_key(subgroup), memory, priority=_PRIORITY)
+                )
                 self._pipeline.read_bytes += subgroup.padded_parameter_bytes
             elif self._has_gaps(subgroup):
                 storage_over(memory).zero_()
@@ -414,14 +440,16 @@ class _Run:
             buffer = current.buffer = self._window.keep(record, buffer)
             self._state.dirty.add(state_key(record))
         elif buffer.state is not None:
-            self._state.dirty.discard(state_key(record))
-            ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
-            tickets.append(ticket)
+            if not self._job.is_staged:
+                self._state.dirty.discard(state_key(record))
+            write = store.write_staged if self._job.is_staged else store.write
+            tickets.append(write(state_key(record), buffer.state, num_bytes=record.num_bytes))
         for subgroup in record.subgroups:
             if buffer.parameters:
                 memory = buffer.parameters[subgroup.name]
                 key = parameter_key(subgroup)
-                tickets.append(store.write(key, memory, num_bytes=subgroup.parameter_bytes))
+                write = store.write_staged if self._job.is_staged else store.write
+                tickets.append(write(key, memory, num_bytes=subgroup.parameter_bytes))
         self._pipeline.watch(current)
 
     def _write_back_left_out(self) -> None:

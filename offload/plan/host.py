@@ -64,6 +64,11 @@ class HostPlan:
         )
 
     @property
+    def prefetched_bytes(self) -> int:
+        """Q: bytes of records for which there are buffers while no update runs."""
+        return self.state_buffer_bytes * self.num_buffers
+
+    @property
     def fits(self) -> bool:
         return self.smallest_bytes <= self.budget_bytes
 

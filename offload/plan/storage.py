@@ -126,6 +126,7 @@ def store_space(
     durability: str,
     num_buffers: int,
     num_checkpoints: int = 0,
+    is_staged: bool = False,
 ) -> StoreSpace:
     """Returns the space of a store when it is largest.
 
@@ -135,6 +136,7 @@ def store_space(
         durability: `commit` keeps a committed version beside the current one.
         num_buffers: The most records that are written at one time.
         num_checkpoints: The most that are kept.
+        is_staged: Whether a step writes its versions before they become current.
     """
     is_committed = durability == "commit"
     sizes = [_blocks_bytes(record, block_bytes) for record in layout.records]
@@ -148,7 +150,7 @@ def store_space(
     return StoreSpace(
         version_bytes=sum(sizes),
         frozen_bytes=sum(frozen),
-        num_versions=2 if is_committed else 1,
+        num_versions=1 + is_committed + is_staged,
         num_checkpoints=num_checkpoints if is_committed else 0,
         window_bytes=sum(sorted(sizes)[-num_buffers:]) if num_buffers else 0,
     )

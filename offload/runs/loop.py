@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +38,8 @@ class TrainingLoop:
     text: Text
     device: torch.device
     """Of the model's inputs."""
+    accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context for all micro-steps but the last."""
 
     def run_step(self, step: int, clock: StepClock) -> StepOutcome:
         """Runs step `step` (from 1): its micro-steps, the clip and the update.
@@ -89,7 +93,8 @@ class TrainingLoop:
             )
             with clock.forward():
                 loss = self._loss_of(batch) / train.micro_steps
-            with clock.backward():
+            is_last = micro_step == train.micro_steps - 1
+            with clock.backward(), nullcontext() if is_last else self.accumulating():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object for each step."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -38,6 +38,9 @@ class StepMetrics:
     achieved_over_bound: float | None
     committed: int | None
     """The step of the newest closed commit when the line was written."""
+    stalls: list[dict[str, Any]] = field(default_factory=list)
+    """Waits of the calling thread, longest first: `waits_for` (`path` and its directory, `kernel`
+    or `link`), their `cause`, `duration_s` and `count`."""
     skipped: bool = False
     """True where the norm was not finite: the state is untouched."""
     validation_loss: float | None = None

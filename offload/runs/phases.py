@@ -50,15 +50,24 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class StepClock:
-    """Measures the phases of one step, from its making to `stop()`."""
+    """Measures the phases of one step, from its making to `stop()`.
+
+    What passes waited for updates that run under them is taken from the passes' time and added to
+    the update's: it is what stays exposed of that.
+    """
 
     read_io_wait_s: Callable[[], float]
     """Gives the waits for storage so far."""
+    read_update_wait_s: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    """Gives the waits of passes for updates so far, and the part in which these waited for storage.
+    """
     _started_s: float = field(init=False)
     _io_wait_at_start_s: float = field(init=False)
     _forward: list[Span] = field(init=False, default_factory=list)
     _backward: list[Span] = field(init=False, default_factory=list)
     _update: list[Span] = field(init=False, default_factory=list)
+    _exposed_s: float = field(init=False, default=0.0)
+    _exposed_io_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._io_wait_at_start_s = self.read_io_wait_s()
@@ -82,6 +91,8 @@ class StepClock:
     def stop(self) -> StepTimes:
         """Returns what was measured."""
         step_s = time.perf_counter() - self._started_s
+        if self._exposed_s:
+            self._update.append(Span(duration_s=self._exposed_s, io_wait_s=self._exposed_io_s))
         return StepTimes(
             step_s=step_s,
             io_wait_s=self.read_io_wait_s() - self._io_wait_at_start_s,
@@ -92,8 +103,14 @@ class StepClock:
 
     @contextmanager
     def _measured(self, spans: list[Span]) -> Iterator[None]:
-        io_wait_s = self.read_io_wait_s()
+        io_wait_s, before = self.read_io_wait_s(), self.read_update_wait_s()
         started_s = time.perf_counter()
         yield
         duration_s = time.perf_counter() - started_s
-        spans.append(Span(duration_s=duration_s, io_wait_s=self.read_io_wait_s() - io_wait_s))
+        io_wait_s, after = self.read_io_wait_s() - io_wait_s, self.read_update_wait_s()
+        exposed_s, exposed_io_s = after[0] - before[0], after[1] - before[1]
+        if spans is not self._update:
+            self._exposed_s += exposed_s
+            self._exposed_io_s += exposed_io_s
+            duration_s, io_wait_s = duration_s - exposed_s, io_wait_s - exposed_io_s
+        spans.append(Span(duration_s=duration_s, io_wait_s=io_wait_s))

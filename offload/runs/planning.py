@@ -267,6 +267,7 @@ def _plan_storage(
             durability=tier.durability,
             num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
+            is_staged=config.policy.overlap in ("backward", "both"),
         ),
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,

@@ -1,9 +1,12 @@
 """Turns what a step did and what the session counted into figures."""
 
-from dataclasses import dataclass, field
+import itertools
+import math
+from dataclasses import dataclass, field, replace
 
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
+from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
 from offload.runs.loop import StepOutcome
@@ -11,6 +14,7 @@ from offload.runs.metrics import StepMetrics
 from offload.runs.phases import StepTimes
 from offload.runs.result import NUM_WARM_UP_STEPS, ratio
 from offload.session import SessionStats
+from offload.storage.stalls import stalls_between
 from offload.streaming.wrapped import MovedBytes
 
 
@@ -40,8 +44,14 @@ class StepRecorder:
     """P of the bound: trainable parameters."""
     machine: Machine | None
     """None where no bound applies."""
+    overlap: str = "none"
+    prefetched_bytes: int = 0
+    """Q of the bound: records that are read in backward."""
+    shares_cores: bool = True
+    """Whether passes compute on the cores on which updates do."""
     steps: list[StepMetrics] = field(default_factory=list)
     _times: list[StepTimes] = field(default_factory=list)
+    _plain_forward_s: float = math.inf
     _since: MovedBytes | None = None
     _validation_bytes: int = 0
     _hits: int = 0
@@ -50,6 +60,7 @@ class StepRecorder:
     def record(self, facts: StepFacts) -> StepMetrics:
         """Returns the metrics of one step and keeps them."""
         times, before, after = facts.times, facts.before, facts.after
+        self._note_plain_forwards(times)
         bound = self._bound(times, self.machine)
         moved = self._moved(facts)
         metrics = StepMetrics(
@@ -78,6 +89,7 @@ class StepRecorder:
             validation_loss=facts.validation_loss,
             written_bytes_per_day=_per_day(moved.write_bytes, times.step_s),
             store_bytes=sum(path.live_bytes for path in after.paths) or None,
+            stalls=[stall.to_json() for stall in stalls_between(before.stalls, after.stalls)],
         )
         self.steps.append(metrics)
         self._times.append(times)
@@ -109,23 +121,66 @@ class StepRecorder:
         """Of the steps after the warm-up."""
         return ratio(self._hits, self._hits + self._misses)
 
-    def bounds_s(self, machine: Machine | None) -> list[float | None]:
-        """Returns the bound of each step by the rates of `machine`."""
-        bounds = [self._bound(times, machine) for times in self._times]
-        return [bound.step_s if bound else None for bound in bounds]
+    def raised(self, machine: Machine) -> tuple[Machine, float]:
+        """Returns the machine with paths as fast as the steps show them to be, and by how much."""
+        counted = [
+            not step.skipped and number >= NUM_WARM_UP_STEPS
+            for number, step in enumerate(self.steps)
+        ]
+        steps_s = list(itertools.compress((times.step_s for times in self._times), counted))
+
+        def bounds_s(rates: Machine) -> list[float]:
+            kept = itertools.compress(self.bounds(rates), counted)
+            return [bound.step_s for bound in kept if bound is not None]
+
+        return raised_to_steps(machine, steps_s, bounds_s)
+
+    def bounds(self, machine: Machine | None) -> list[Bound | None]:
+        """Returns the bounds of each step by the rates of `machine`."""
+        return [self._bound(times, machine) for times in self._times]
+
+    def _note_plain_forwards(self, times: StepTimes) -> None:
+        """Remembers how long a forward takes under which no update runs."""
+        plain = times.forward[1:] if self._times else times.forward
+        for span in plain:
+            self._plain_forward_s = min(self._plain_forward_s, span.busy_s)
 
     def _bound(self, times: StepTimes, machine: Machine | None) -> Bound | None:
         if machine is None:
             return None
+        compute = [
+            ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
+            for forward, backward in zip(times.forward, times.backward, strict=True)
+        ]
+        if self.overlap in ("forward", "both"):
+            compute[0] = replace(compute[0], forward_s=self._forward_alone_s(times, machine))
         return step_bound(
             machine,
             self.traffic,
             num_parameters=self.num_parameters,
-            compute=[
-                ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
-                for forward, backward in zip(times.forward, times.backward, strict=True)
-            ],
+            compute=compute,
+            overlap=self.overlap,
+            prefetched_bytes=self.prefetched_bytes,
+            shares_cores=self.shares_cores,
         )
+
+    def _forward_alone_s(self, times: StepTimes, machine: Machine) -> float:
+        """Returns how long the first forward would have taken without the update under it.
+
+        On shared cores it is longer by what the passes over records took, less what was waited
+        for; and no longer than a forward was under which there was none.
+        """
+        forward_s = times.forward[0].busy_s
+        if self.shares_cores:
+            update = self.traffic.update
+            memory_s = machine.memory_s(
+                num_parameters=self.num_parameters,
+                read_bytes=update.read_bytes,
+                write_bytes=update.write_bytes,
+            )
+            waited_s = sum(span.busy_s for span in times.update)
+            forward_s -= min(max(memory_s - waited_s, 0.0), forward_s)
+        return min(forward_s, self._plain_forward_s)
 
 
 def _per_day(num_bytes: int, step_s: float) -> float | None:

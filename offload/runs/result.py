@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from offload.plan.bound import Bound
 from offload.runs.metrics import StepMetrics
 
 NUM_WARM_UP_STEPS = 2
@@ -54,6 +55,8 @@ class TrainResult:
     io_wait_s: float | None
     bound_s: float | None
     achieved_over_bound: float | None
+    path_rate_factor: float | None
+    """How much faster than probed the paths were, so that steps do not beat their bound; 1: not."""
     update_bound_s: float | None
     update_achieved_over_bound: float | None
     prefetch_hit_rate: float | None
@@ -72,6 +75,8 @@ class TrainResult:
     """To all paths, commits included."""
     drive_days: float | None
     """Until the path that is written most reaches `tiers.storage.endurance`."""
+    stalls: list[dict[str, Any]]
+    """Waits of the calling thread in the whole run, longest first; as in `metrics.jsonl`."""
     store_planned_bytes: int | None
     """Of the store when it is largest, by the plan."""
     store_peak_bytes: int | None
@@ -94,19 +99,21 @@ class StepMedians:
     other_s: float | None
     io_wait_s: float | None
     bound_s: float | None
+    update_bound_s: float | None
     tokens_per_s: float | None
 
     @staticmethod
-    def of(steps: Sequence[StepMetrics], bounds_s: Sequence[float | None]) -> "StepMedians":
+    def of(steps: Sequence[StepMetrics], bounds: Sequence[Bound | None]) -> "StepMedians":
         """Returns the medians over `steps` of one process, in order; skipped ones don't count.
 
         Args:
             steps: Of one process, in order.
-            bounds_s: The bound of each.
+            bounds: Those of each.
         """
-        pairs = zip(steps[NUM_WARM_UP_STEPS:], bounds_s[NUM_WARM_UP_STEPS:], strict=True)
-        kept = [(step, bound_s) for step, bound_s in pairs if not step.skipped]
+        pairs = zip(steps[NUM_WARM_UP_STEPS:], bounds[NUM_WARM_UP_STEPS:], strict=True)
+        kept = [(step, bound) for step, bound in pairs if not step.skipped]
         measured = [step for step, _ in kept]
+        known = [bound for _, bound in kept if bound is not None]
         return StepMedians(
             read_bytes=_whole(_median(step.read_bytes for step in measured)),
             write_bytes=_whole(_median(step.write_bytes for step in measured)),
@@ -116,7 +123,8 @@ class StepMedians:
             update_s=_median(step.update_s for step in measured),
             other_s=_median(step.other_s for step in measured),
             io_wait_s=_median(step.io_wait_s for step in measured),
-            bound_s=_median(bound_s for _, bound_s in kept),
+            bound_s=_median(bound.step_s for bound in known),
+            update_bound_s=_median(bound.update_s for bound in known),
             tokens_per_s=_median(step.tokens_per_s for step in measured),
         )
 

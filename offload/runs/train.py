@@ -8,7 +8,6 @@ from offload.config import Config
 from offload.errors import ConfigError, StorageError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
-from offload.plan.bound import update_bound_s
 from offload.plan.lost_work import LostWork
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
@@ -143,12 +142,10 @@ def _result(
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
-    medians = StepMedians.of(recorder.steps, recorder.bounds_s(machine))
-    update_s = (
-        update_bound_s(machine, plan.traffic, num_parameters=recorder.num_parameters)
-        if machine is not None
-        else None
-    )
+    rate_factor = None
+    if machine is not None:
+        machine, rate_factor = recorder.raised(machine)
+    medians = StepMedians.of(recorder.steps, recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
         run_dir=str(directory.path),
@@ -184,10 +181,12 @@ def _result(
         io_wait_s=medians.io_wait_s,
         bound_s=medians.bound_s,
         achieved_over_bound=ratio(medians.bound_s, medians.step_s),
-        update_bound_s=update_s,
-        update_achieved_over_bound=ratio(update_s, medians.update_s),
+        path_rate_factor=rate_factor,
+        update_bound_s=medians.update_bound_s,
+        update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
+        stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )
 

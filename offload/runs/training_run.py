@@ -90,6 +90,9 @@ class TrainingRun:
             traffic=plan.traffic,
             num_parameters=plan.layout.trainable_elements,
             machine=machine,
+            overlap=config.policy.overlap if config.offload else "none",
+            prefetched_bytes=_prefetched_bytes(config, plan),
+            shares_cores=config.tiers.device.kind != "cuda",
         )
 
     def execute(self) -> RunSummary:
@@ -152,6 +155,7 @@ class TrainingRun:
             optimizer=optimizer,
             text=self._text,
             device=session.device,
+            accumulating=session.accumulating,
         )
 
     def _restore(self, session: Session) -> int:
@@ -185,7 +189,10 @@ class TrainingRun:
     def _run_step(self, step: int, loop: TrainingLoop, session: Session) -> StepMetrics:
         before = session.stats()
         with self._counting_activations(loop):
-            clock = StepClock(read_io_wait_s=lambda: session.stats().io_wait_s)
+            clock = StepClock(
+                read_io_wait_s=lambda: session.stats().io_wait_s,
+                read_update_wait_s=lambda: _update_waits(session.stats()),
+            )
             outcome = loop.run_step(step, clock)
             times = clock.stop()
         after = session.stats()
@@ -244,6 +251,15 @@ class TrainingRun:
             if self._commits
             else "nothing was committed",
         )
+
+
+def _prefetched_bytes(config: Config, plan: RunPlan) -> int:
+    is_read_ahead = plan.host is not None and config.policy.overlap == "forward"
+    return plan.host.prefetched_bytes if is_read_ahead and plan.host else 0
+
+
+def _update_waits(stats: SessionStats) -> tuple[float, float]:
+    return stats.update_wait_s, stats.update_io_wait_s
 
 
 def _shares(amounts: Sequence[int]) -> tuple[float, ...]:

@@ -103,6 +103,7 @@ class RecordTransfers:
         num_bytes: int | None,
         priority: Priority,
         serial: int | None = None,
+        is_staged: bool = False,
     ) -> StoreTicket:
         data = memoryview(source).cast("B")
         num_bytes = len(data) if num_bytes is None else num_bytes
@@ -130,7 +131,9 @@ class RecordTransfers:
             raise
 
         def settle(ticket: StoreTicket, error: OffloadError | None) -> None:
-            if error is None:
+            if error is None and is_staged:
+                self._versions.stage(record, version)
+            elif error is None:
                 self._versions.publish(record, version)
             else:
                 self._versions.release(version)
@@ -150,6 +153,7 @@ class RecordTransfers:
                     num_bytes=num_bytes,
                     priority=priority,
                     serial=version.serial,
+                    is_staged=is_staged,
                 ),
             ),
         )

@@ -6,6 +6,8 @@ from typing import Any
 
 KERNEL = "kernel"
 """What is waited for is being computed."""
+LINK = "link"
+"""What is waited for is on its way between host and device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

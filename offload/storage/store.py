@@ -3,7 +3,7 @@
 import enum
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -321,6 +321,28 @@ class BlockStore:
         return self._open_parts.transfers.write(
             record, source, num_bytes=num_bytes, priority=priority
         )
+
+    def write_staged(
+        self, record: str, source: memoryview, *, num_bytes: int | None = None
+    ) -> StoreTicket:
+        """As `write`, but the version becomes current with `publish_staged` only.
+
+        A staged version is part of no commit, and ends with the store.
+        """
+        self._require(StoreState.WRITABLE, what="write to")
+        return self._open_parts.transfers.write(
+            record, source, num_bytes=num_bytes, priority=Priority.WRITE_BACK, is_staged=True
+        )
+
+    def publish_staged(self, records: Iterable[str]) -> None:
+        """Makes the staged versions of these records current, unless newer ones were written."""
+        self._require(StoreState.WRITABLE, what="publish in")
+        self._open_parts.versions.publish_staged(records)
+
+    def drop_staged(self, records: Iterable[str]) -> None:
+        """Gives the staged versions of these records up; their blocks are free again."""
+        self._require(StoreState.WRITABLE, what="discard from")
+        self._open_parts.versions.drop_staged(records)
 
     def read(
         self,

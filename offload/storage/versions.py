@@ -7,7 +7,7 @@ commit published it, and otherwise when the next commit has been published.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.errors import CorruptStateError, StoreError
 from offload.storage.allocator import BlockAllocator
@@ -35,6 +35,7 @@ class VersionTable:
             BlockAllocator(path_index=index, num_blocks=count)
             for index, count in enumerate(num_blocks)
         ]
+        self._staged: dict[str, Version] = {}
         self._current: dict[str, Version] = {}
         self._committed: dict[str, Version] = {}
         self._checkpoints: dict[str, dict[str, Version]] = {}
@@ -198,6 +199,30 @@ class VersionTable:
             self._current[record] = version  # the writer's reference becomes this one
             if superseded is not None:
                 self._drop_reference(superseded)
+
+    def stage(self, record: str, version: Version) -> None:
+        """Keeps a written version that becomes current later, or never."""
+        with self._lock:
+            superseded = self._staged.get(record)
+            self._staged[record] = version
+            if superseded is not None:
+                self._drop_reference(superseded)
+
+    def publish_staged(self, records: Iterable[str]) -> None:
+        """Makes the staged versions of these records current, where there are some."""
+        for record in records:
+            with self._lock:
+                version = self._staged.pop(record, None)
+            if version is not None:
+                self.publish(record, version)
+
+    def drop_staged(self, records: Iterable[str]) -> None:
+        """Gives the staged versions of these records up."""
+        for record in records:
+            with self._lock:
+                version = self._staged.pop(record, None)
+            if version is not None:
+                self.release(version)
 
     def discard(self, record: str) -> None:
         """Drops the record from the current versions; a write in flight does not revive it."""

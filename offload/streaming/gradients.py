@@ -33,11 +33,13 @@ class Gradients:
         region: memoryview,
         dtype: str,
         sums_of_squares: SumsOfSquares,
-        before_write: Callable[[], None],
+        before_write: Callable[[str], None],
+        on_arrival: Callable[[str], None] | None = None,
         device: Device | None = None,
     ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
         self._parameters = parameters
+        self._on_arrival = on_arrival
         self._accumulators: dict[nn.Parameter, Accumulator] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._device = CpuDevice() if device is None else device
@@ -121,10 +123,13 @@ class Gradients:
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         # None: a custom function returned none. A `grad_fn`: `create_graph`, torch still needs it.
-        if gradient is None or isinstance(gradient, StreamedGradient) or gradient.grad_fn:
+        if gradient is None or gradient.grad_fn:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._take(parameter, gradient)
+        if not isinstance(gradient, StreamedGradient):
+            self._take(parameter, gradient)
+        if self._on_arrival is not None:
+            self._on_arrival(self._accumulators[parameter].name)
 
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         accumulator = self._accumulators[parameter]

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,17 +13,11 @@ from offload.streaming.unit import Transfer
 
 
 class PendingUnits:
-    """A tier over another one, which reads no unit before its update is done.
-
-    Attributes:
-        late_wait_s: Time for which the caller's thread waited for updates in prefetches that it
-            had asked for before.
-    """
+    """A tier over another one, which reads no unit before its update is done."""
 
     def __init__(
         self, layout: ModelLayout, tier: StoredUnits | HostUnits, deferred: DeferredUpdates
     ) -> None:
-        self.late_wait_s = 0.0
         self._numbers = {unit.name: index for index, unit in enumerate(layout.units)}
         self._tier = tier
         self._deferred = deferred
@@ -33,6 +27,21 @@ class PendingUnits:
     def can_prefetch(self) -> bool:
         """Returns what the tier does."""
         return self._tier.can_prefetch()
+
+    def wait_readable(self, unit: Unit) -> None:
+        """Waits until no update of the unit is pending.
+
+        Raises:
+            StorageError, CorruptStateError: The update failed.
+        """
+        self._deferred.wait_for(self._numbers[unit.name])
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns what the tier does, of reads that were late too."""
+        plain: list[Transfer] = []
+        for transfer in transfers:
+            plain += transfer.transfers if isinstance(transfer, LateRead) else [transfer]
+        return self._tier.waits_for(plain)
 
     def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
         """Starts filling `into`; what is needed now waits for the unit's update first.
@@ -72,15 +81,12 @@ class PendingUnits:
     ) -> list[Transfer]:
         number = self._numbers[unit.name]
         if is_prefetch and not self._deferred.is_updated(number):
-            late = LateRead(read, wait_for_update=lambda: self._wait_late(number))
+            late = LateRead(read, wait_for_update=lambda: self._deferred.wait_for(number))
             self._late.add(late)
             self._deferred.when_updated(number, late.start)
             return [late]
         self._deferred.wait_for(number)
         return read()
-
-    def _wait_late(self, number: int) -> None:
-        self.late_wait_s += self._deferred.wait_for(number)
 
 
 class LateRead:
@@ -92,18 +98,18 @@ class LateRead:
     """
 
     def __init__(
-        self, read: Callable[[], list[Transfer]], *, wait_for_update: Callable[[], None]
+        self, read: Callable[[], list[Transfer]], *, wait_for_update: Callable[[], float]
     ) -> None:
         self._read: Callable[[], list[Transfer]] | None = read
         self._wait_for_update = wait_for_update
         self._started = threading.Event()
-        self._transfers: list[Transfer] = []
+        self.transfers: list[Transfer] = []
         self._failure: BaseException | None = None
 
     def start(self) -> None:
         try:
             if self._read is not None:
-                self._transfers = self._read()
+                self.transfers = self._read()
         except BaseException as error:  # noqa: BLE001 - raised by `wait`, not in the updates
             self._failure = error
         finally:
@@ -125,9 +131,9 @@ class LateRead:
             self._started.wait()  # the callback comes right after
         if self._failure is not None:
             raise self._failure
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             transfer.wait()
-        self._transfers = []
+        self.transfers = []
 
     def done(self) -> bool:
-        return self._started.is_set() and all(transfer.done() for transfer in self._transfers)
+        return self._started.is_set() and all(transfer.done() for transfer in self.transfers)

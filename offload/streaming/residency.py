@@ -19,6 +19,7 @@ from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
 from offload.memory import Region, SlotPool
 from offload.sizes import format_size
+from offload.storage.stalls import StallAccount
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import CopyState, StreamedUnit, Transfer
@@ -31,6 +32,14 @@ class ParameterTier(Protocol):
 
     def can_prefetch(self) -> bool:
         """Returns whether a read that is not needed yet can start without waiting for room."""
+        ...
+
+    def wait_readable(self, unit: Unit) -> None:
+        """Waits until the unit's bytes are what they should be where they are read from."""
+        ...
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
         ...
 
     def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
@@ -70,7 +79,9 @@ class Residency:
         prefetch_distance: int,
         on_edit: Callable[[StreamedUnit, list[str]], None],
         device: Device | None = None,
+        stalls: StallAccount | None = None,
     ) -> None:
+        self._stalls = stalls
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
@@ -162,7 +173,8 @@ class Residency:
         was_complete = was_ahead and all(transfer.done() for transfer in unit.transfers)
         self.counters.accesses += 1
         self.counters.prefetch_hits += was_complete
-        if not was_ahead:
+        self._tier.wait_readable(unit.layout)
+        if unit.state is CopyState.ABSENT:
             self._start_fetch(unit, self._take_slot(unit), is_prefetch=False)
         self._finish_fetch(unit)
         if was_ahead:
@@ -247,6 +259,7 @@ class Residency:
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         started = time.perf_counter()
+        waits_for = self._tier.waits_for(unit.transfers)
         try:
             for transfer in unit.transfers:
                 transfer.wait()
@@ -254,7 +267,10 @@ class Residency:
             _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        self.counters.io_wait_s += time.perf_counter() - started
+        duration_s = time.perf_counter() - started
+        self.counters.io_wait_s += duration_s
+        if self._stalls is not None:
+            self._stalls.add(waits_for, "fetching a unit", duration_s)
         unit.transfers = []
         unit.move_to(CopyState.CLEAN)
         assert unit.base is not None

@@ -1,10 +1,11 @@
 """Carries out the updates of a step: at once, or under the next forward."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
-from offload.errors import StoreError
+from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
+from offload.optim.early import EarlyUpdates
 from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState, ParameterUpdate
 from offload.optim.pipeline import UpdatePipeline
@@ -26,16 +27,18 @@ class StepUpdates:
         stalls: What the caller's thread waited for.
         failure: What ended an update or a step in its middle; None where nothing did.
         deferred: The updates that run under the next forward; None where they run at once.
+        early: The updates that run under backward; None where none do.
         resident: Hides resident parameters whose update is pending; None where there are none.
 
     Concurrency: The thread that runs the model.
     """
 
-    def __init__(self, *, order: Order, overlap: Overlap | None) -> None:
+    def __init__(self, *, order: Order, overlap: Overlap | None, is_early: bool = False) -> None:
         self.pipeline: UpdatePipeline
         self.stalls = StallAccount()
         self.failure: BaseException | None = None
         self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
+        self.early = EarlyUpdates() if is_early else None
         self.resident: ResidentUnits | None = None
         self._order = order
         self._units: PendingUnits | None = None
@@ -46,6 +49,8 @@ class StepUpdates:
         self.pipeline = UpdatePipeline(state, window, kernels, self.stalls)
         if self.deferred is not None:
             self.deferred.use(state.layout, self.pipeline)
+        if self.early is not None:
+            self.early.use(self.pipeline, kept=self.kept(step=1))
 
     def gate(self, layout: ModelLayout, tier: StoredUnits | HostUnits) -> PendingUnits | None:
         """Returns a tier over `tier` that reads no unit before its update; None: none is needed."""
@@ -56,15 +61,42 @@ class StepUpdates:
 
     @property
     def io_wait_s(self) -> float:
-        """Time for which the caller's thread waited for storage in updates.
+        """Time for which the caller's thread waited for storage in updates."""
+        return self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
 
-        What the residency counted as a wait for a fetch, but was one for an update, is off.
+    def take_early(self, updates: Mapping[str, ParameterUpdate]) -> frozenset[str]:
+        """Makes current what ran under backward; returns the records that are done.
+
+        Raises:
+            ConfigError: Gradients were scaled since, which an update under backward cannot know.
         """
-        waited_s = self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
-        return waited_s - (self._units.late_wait_s if self._units else 0.0)
+        early, edited = self.early, self.pipeline.state.edited
+        if early is None:
+            return frozenset()
+        for name, update in updates.items():
+            applied = early.applied_to(name)
+            if applied is not None and applied.scales != update.scales:
+                early.drop()
+                raise ConfigError(
+                    f"cannot update `{name}` under backward: expected its gradient as backward "
+                    "left it, found it clipped by a global norm or unscaled; set "
+                    '`policy.overlap` to `"forward"` or `"none"`'
+                )
+        return early.take(updates, edited=edited)
 
-    def run(self, updates: Mapping[str, ParameterUpdate], *, step: int) -> None:
+    def run(
+        self,
+        updates: Mapping[str, ParameterUpdate],
+        *,
+        step: int,
+        skip: Container[str] = (),
+    ) -> None:
         """Carries out the updates of step `step` now, or what the user edited where there are none.
+
+        Args:
+            updates: By parameter name.
+            step: From 1.
+            skip: Names of records that need no update any more.
 
         Raises:
             StorageError, CorruptStateError: A transfer failed: the state is between two steps.
@@ -76,7 +108,8 @@ class StepUpdates:
         kept = self.kept(step) if updates else set(pipeline.window.cached)
         waited_s = pipeline.io_wait_s
         try:
-            pipeline.run([records[index] for index in sequence], updates, kept=kept)
+            order = [records[i] for i in sequence if records[i].name not in skip]
+            pipeline.run(order, updates, kept=kept)
         except BaseException as error:
             self.failure = error
             raise
@@ -84,7 +117,12 @@ class StepUpdates:
             self._io_wait_s += pipeline.io_wait_s - waited_s
 
     def start(
-        self, updates: Mapping[str, ParameterUpdate], *, step: int, trace: AccessTrace
+        self,
+        updates: Mapping[str, ParameterUpdate],
+        *,
+        step: int,
+        trace: AccessTrace,
+        skip: Container[str] = (),
     ) -> None:
         """Starts the updates of step `step`, which go on while the next forward runs."""
         assert self.deferred is not None
@@ -95,7 +133,11 @@ class StepUpdates:
         if self.resident is not None:
             self.resident.hide(updates)
         self.deferred.start(
-            updates, edited=edited, kept=self.kept(step), upcoming=list(trace.upcoming())
+            updates,
+            edited=edited,
+            kept=self.kept(step),
+            upcoming=list(trace.upcoming()),
+            skip=skip,
         )
 
     def kept(self, step: int) -> set[str]:
@@ -110,6 +152,11 @@ class StepUpdates:
         Raises:
             StorageError, CorruptStateError: One failed: the state is between two steps.
         """
+        if self.early is not None:
+            try:
+                self.early.finish()
+            finally:
+                self.failure = self.failure or self.early.failure
         if self.deferred is None:
             return
         try:
@@ -119,18 +166,23 @@ class StepUpdates:
         if self.resident is not None:
             self.resident.show_all()
 
-    def finish_before_gradients(self) -> bool:
+    def finish_before_gradient(self, name: str) -> bool:
         """Finishes the updates that read the gradients, and reads ahead for the next ones.
+
+        Args:
+            name: Of the parameter whose gradient is about to change.
 
         Returns:
             Whether this is the first write to gradients since a step.
         """
+        if self.early is not None:
+            self.early.forget(name)
         deferred = self.deferred
         if deferred is None or not deferred.reads_gradients:
             return False
         self.finish()
         deferred.reads_gradients = False
-        if is_in_backward():
+        if is_in_backward() and self.early is None:
             deferred.prefetch()
         return True
 
@@ -142,6 +194,8 @@ class StepUpdates:
             self._units.cancel_late()
         if self.resident is not None:
             self.resident.show_all()
+        if self.early is not None:
+            self.early.drop()
         self.pipeline.drop_prefetched()
         self.failure = None
 
@@ -151,6 +205,9 @@ class StepUpdates:
         Raises:
             StorageError, CorruptStateError: An update failed, which nobody knows yet.
         """
+        early, self.early = self.early, None
+        if early is not None:
+            early.close()
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return
@@ -164,8 +221,9 @@ class StepUpdates:
 
     def require_whole(self, action: str) -> None:
         """Raises StoreError if an update or a step failed in its middle."""
-        if self.failure is None and self.deferred is not None:
-            self.failure = self.deferred.failure
+        for updates in (self.deferred, self.early):
+            if self.failure is None and updates is not None:
+                self.failure = updates.failure
         if self.failure is not None:
             raise StoreError(
                 f"cannot {action}: an update failed ({self.failure}) and left the state between "

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -14,7 +14,9 @@ from offload.layout import ModelLayout, Subgroup, Unit
 from offload.memory import Slot, SlotPool, memory_of
 from offload.optim.pipeline import parameter_key
 from offload.storage.engine import Priority
+from offload.storage.stalls import LINK
 from offload.storage.store import BlockStore
+from offload.storage.tickets import StoreTicket
 from offload.streaming.unit import Transfer
 
 
@@ -28,6 +30,16 @@ class StoredUnits:
     def can_prefetch(self) -> bool:
         """Returns True: a slot is all that a read needs."""
         return True
+
+    def wait_readable(self, unit: Unit) -> None:
+        """Returns at once: what is stored is what should be."""
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns the path that the first transfer which is not done is in flight on."""
+        for transfer in transfers:
+            if isinstance(transfer, StoreTicket) and (path := transfer.waits_for()) is not None:
+                return f"path {self._store.roots[path]}"
+        return "path"
 
     def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
         """Starts filling `into`, `unit.num_bytes` long, and returns at once."""
@@ -84,6 +96,14 @@ class HostUnits:
         """Returns True: a slot is all that a copy needs."""
         return True
 
+    def wait_readable(self, unit: Unit) -> None:
+        """Returns at once: what is in host memory is what should be."""
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns `link`."""
+        del transfers
+        return LINK
+
     def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
         """Starts copying the unit into its slot and returns at once."""
         del is_prefetch
@@ -107,6 +127,14 @@ class HostUnits:
 
 class StoredTier(Protocol):
     """Storage, as staging uses it."""
+
+    def wait_readable(self, unit: Unit) -> None:
+        """Waits until the stored bytes are what they should be."""
+        ...
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns what the transfers are in flight on."""
+        ...
 
     def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
         """Starts filling host memory."""
@@ -144,6 +172,17 @@ class StagedUnits:
         while self._in_flight:
             self._end(self._in_flight.popleft())
 
+    def wait_readable(self, unit: Unit) -> None:
+        """Waits until the stored bytes are what they should be."""
+        self._stored.wait_readable(unit)
+
+    def waits_for(self, transfers: Sequence[Transfer]) -> str:
+        """Returns `link` if the bytes are in host memory, else what their reads wait for."""
+        for transfer in transfers:
+            if isinstance(transfer, _StagedRead) and not transfer.is_read():
+                return self._stored.waits_for(transfer.reads)
+        return LINK
+
     def can_prefetch(self) -> bool:
         """Returns whether a staging slot is free."""
         self._reap()
@@ -159,7 +198,7 @@ class StagedUnits:
             self._staging.release(slot)
             raise
         copy = self._executor.submit(self._copy_when_read, reads, memory, into)
-        self._in_flight.append(_StagedRead(slot, copy))
+        self._in_flight.append(_StagedRead(slot, copy, reads))
         return [self._in_flight[-1]]
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
@@ -207,9 +246,14 @@ class StagedUnits:
 class _StagedRead:
     """A unit between storage and device."""
 
-    def __init__(self, slot: Slot[memoryview], copy: "Future[Copy]") -> None:
+    def __init__(self, slot: Slot[memoryview], copy: "Future[Copy]", reads: list[Transfer]) -> None:
         self.slot = slot
+        self.reads = reads
         self._copy = copy
+
+    def is_read(self) -> bool:
+        """Returns whether the bytes are in host memory."""
+        return self._copy.done()
 
     def wait(self) -> None:
         """Waits until computing may follow, or raises what the read gave."""

@@ -1,10 +1,11 @@
 """A wrapped model: its layout, its memory, its state, and the updates of it."""
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from offload.streaming.resident import ResidentUnits
 from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
+from offload.streaming.torch_private import is_in_backward
 from offload.streaming.unit import StreamedUnit
 from offload.streaming.unit_modules import UnitRules
 from offload.streaming.write_back import write_dirty
@@ -129,8 +131,14 @@ class WrappedModel:
         self._residency: Residency | None = None
         self._streamed: StreamedModel | None = None
         self._gradients: Gradients | None = None
-        overlap = resolve_overlap(options.overlap) if options.is_training else None
-        self._updates = StepUpdates(order=order, overlap=overlap)
+        overlap = options.overlap if options.is_training else "none"
+        self._updates = StepUpdates(
+            order=order,
+            overlap=resolve_overlap(overlap),
+            is_early=overlap in ("backward", "both"),
+        )
+        self._update_now: Callable[[nn.Parameter], ParameterUpdate | None] = lambda _: None
+        self._is_accumulating = False
         self._moved_by_steps = MovedBytes()
 
     def open(self) -> None:
@@ -221,6 +229,19 @@ class WrappedModel:
         """Returns how many updates the parameter has had."""
         return self.steps.get(name, 0)
 
+    def follow(self, update_of: Callable[[nn.Parameter], ParameterUpdate | None]) -> None:
+        """Takes what gives the update that a step would apply to a parameter now."""
+        self._update_now = update_of
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Says that gradients which arrive in this context are not the last of their step."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
     def apply(self, updates: dict[str, ParameterUpdate]) -> None:
         """Updates the named parameters, now or under the next forward; counts a completed step.
 
@@ -233,17 +254,20 @@ class WrappedModel:
         self._updates.require_whole("update")
         started = time.perf_counter()
         self._updates.finish()
-        self._require_room_for_step()
+        if self._updates.early is None or not self._updates.early.has_begun:
+            self._require_room_for_step()
         self._leave_slots()
         if self._gradients is not None:
             self._gradients.settle()
         step = self.completed_steps + 1
+        done = self._updates.take_early(updates)
         try:
             if self._updates.deferred is None:
-                self._updates.run(updates, step=step)
+                self._updates.run(updates, step=step, skip=done)
             else:
                 assert self._streamed is not None
-                self._updates.start(updates, step=step, trace=self._streamed.residency.trace)
+                trace = self._streamed.residency.trace
+                self._updates.start(updates, step=step, trace=trace, skip=done)
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
                 # As after any in-place update: a graph that saved the old value must not be used.
@@ -266,9 +290,10 @@ class WrappedModel:
         return fetches_s + self._updates.io_wait_s
 
     @property
-    def update_wait_s(self) -> float:
-        """Time for which passes waited for pending updates."""
-        return self._updates.deferred.wait_s if self._updates.deferred else 0.0
+    def update_wait_s(self) -> tuple[float, float]:
+        """Time for which passes waited for pending updates, and the part of it for storage."""
+        deferred = self._updates.deferred
+        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
 
     def moved(self) -> "MovedBytes":
         """Returns what was moved so far, without what commits wrote and digests read."""
@@ -499,7 +524,8 @@ class WrappedModel:
                 dtype=options.gradient_dtype,
                 device=self.device,
                 sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
-                before_write=self._before_gradients_change,
+                before_write=self._before_gradient_changes,
+                on_arrival=self._on_gradient,
             )
         self._lay_out_state()
 
@@ -562,6 +588,7 @@ class WrappedModel:
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._on_edit,
             device=self.device,
+            stalls=self._updates.stalls,
         )
         self._streamed = StreamedModel(self.model, discovered, self._residency)
         self._streamed.open()
@@ -594,9 +621,22 @@ class WrappedModel:
 
     # Steps of updating and committing.
 
-    def _before_gradients_change(self) -> None:
-        if self._updates.finish_before_gradients():
+    def _before_gradient_changes(self, name: str) -> None:
+        if self._updates.finish_before_gradient(name):
             self._moved_by_steps = self.moved()
+
+    def _on_gradient(self, name: str) -> None:
+        """Starts the updates for which this was the last gradient."""
+        early = self._updates.early
+        if early is None or self._is_accumulating or not is_in_backward():
+            return
+        if not early.has_begun:
+            self._require_room_for_step()
+        early.arrived(
+            name,
+            update_of=lambda each: self._update_now(self._parameters[each]),
+            edited=self._state.edited,
+        )
 
     def _leave_slots(self) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""

@@ -57,6 +57,30 @@ def test_unequal_paths_are_set_up_measured_and_removed(tmp_path):
     assert list((tmp_path / "path").iterdir()) == []
 
 
+def test_an_update_on_emulated_paths_is_compared_with_its_bound(tmp_path):
+    done = run_script(
+        "update_bound.py", tmp_path, "--parameters", "3e6", "--steps", "1", "--shares", "0"
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found[f"{d} duplex, f = 0.0"]["update_s"] > 0 for d in ("half", "full"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overlap_forward_is_compared_with_none(tmp_path):
+    done = run_script(
+        "overlap_forward.py", tmp_path, "--layers", "2", "--width", "128", "--steps", "3",
+        "--batch", "2", "--context", "32", "--rounds", "1",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["losses_are_equal"]
+    assert found["digests_are_equal"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_costs_of_the_store_are_figures(tmp_path):
     done = run_script(
         "store_costs.py",

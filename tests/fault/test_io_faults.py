@@ -207,3 +207,18 @@ def _seconds(work):
     started_s = time.perf_counter()
     work()
     return time.perf_counter() - started_s
+
+
+@pytest.mark.parametrize(("operation", "other"), [("read", "write"), ("write", "read")])
+def test_within_a_priority_one_direction_does_not_wait_for_all_of_the_other(file, operation, other):
+    with fault_engine(Fault(delay_s=0.01), queue_depth=2) as engine:
+        engine.write(file, 0, bytes(MIB)).wait()
+        long = getattr(engine, operation)(file, 0, bytearray(MIB), priority=Priority.WRITE_BACK)
+        short = getattr(engine, other)(
+            file, MIB if other == "write" else 0, bytearray(KIB), priority=Priority.WRITE_BACK
+        )
+
+        short.wait()
+
+        assert not long.done()
+        long.wait()

@@ -42,6 +42,12 @@ class FakeTier:
     def can_prefetch(self):
         return True
 
+    def wait_readable(self, unit):
+        pass
+
+    def waits_for(self, transfers):
+        return "path"
+
     def start_read(self, unit, into, *, is_prefetch):
         self.events.append(f"{'prefetch' if is_prefetch else 'fetch'} {unit.name}")
         memory_of(into)[:] = self.stored[unit.name]

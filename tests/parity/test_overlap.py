@@ -10,7 +10,7 @@ from parity.sessions import PLACEMENTS, open_session, use_small_records
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
 
-from offload.errors import StorageError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 
 EITHER = [
     pytest.param(p, marks=[pytest.mark.slow] if p[1] == "host" else [], id="-".join(p))
@@ -28,7 +28,7 @@ def placement(request):
     return request.param
 
 
-def program(session, *, optimizer_options=OPTIONS):
+def program(session, *, optimizer_options=OPTIONS, clips=True):
     """Yields losses, norms and digests of a loop that does all kinds of things between steps."""
     model = session.wrap(build(SmallGPT))
     optimizer = session.AdamW(model.parameters(), **optimizer_options)
@@ -41,7 +41,7 @@ def program(session, *, optimizer_options=OPTIONS):
 
     for index in range(4):  # clipped in every second step
         yield backward(index)
-        if index % 2:
+        if index % 2 and clips:
             yield float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
@@ -94,6 +94,77 @@ def test_a_program_with_everything_between_steps_computes_the_same(tmp_path, pla
             found[overlap] = list(program(session))
 
     assert found["forward"] == found["none"]
+
+
+@pytest.mark.unified
+@pytest.mark.parametrize("extra_bytes", [0, 300_000])
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_updates_under_backward_compute_the_same(tmp_path, overlap, extra_bytes):
+    found = []
+    for name in ("none", overlap):
+        options = {"overlap": name, "budget_bytes": 600_000 + extra_bytes}
+        with open_session(tmp_path / name, **options) as session:
+            found.append(list(program(session, clips=False)))
+
+    assert found[1] == found[0]
+
+
+@pytest.mark.unified
+class TestBackward:
+    @pytest.fixture(params=["backward", "both"])
+    def session(self, request, tmp_path):
+        with open_session(tmp_path, overlap=request.param, budget_bytes=600_000) as session:
+            yield session
+
+    def test_micro_steps_before_the_last_update_nothing(self, session):
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        for step in range(2):
+            with session.accumulating():
+                loss_of(model, 2 * step).backward()
+                assert session._wrapped._updates.early._applied == {}
+            loss_of(model, 2 * step + 1).backward()
+            assert session._wrapped._updates.early._applied != {}
+            for index in (2 * step, 2 * step + 1):
+                loss_of(reference.model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step()
+            reference.model.zero_grad()
+
+        require_equal_state(session, model, reference)
+
+    def test_clipping_by_a_global_norm_is_refused_and_changes_nothing(self, session):
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        digest = session.state_digest()
+        loss_of(model, 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+        with pytest.raises(ConfigError, match=r"under backward.*clipped.*policy.overlap"):
+            optimizer.step()
+
+        assert session.state_digest() == digest
+        optimizer.step()  # by itself it can
+        assert session.state_digest() != digest
+
+    def test_a_commit_and_a_backward_without_a_step_leave_the_last_state(self, session):
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        digest = session.state_digest()
+
+        loss_of(model, 0).backward()
+        session.save("before")
+        assert session.state_digest() == digest
+        loss_of(model, 1).backward()
+        optimizer.zero_grad()
+        session.load("before")
+
+        assert session.state_digest() == digest
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        train_both(model, optimizer, reference, steps=2)
+        require_equal_state(session, model, reference)
 
 
 def test_the_smallest_memory_and_a_cache_of_all_records_compute_the_same(tmp_path):
@@ -251,6 +322,24 @@ def test_matrices_that_are_updated_whole(tmp_path):
             found.append(session.state_digest())
 
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_waits_are_accounted_by_path_and_cause(tmp_path, overlap):
+    with open_session(tmp_path, overlap=overlap, prefetch=0) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        for index in range(2):
+            loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = session.stats()
+        root = session._store.roots[0]
+
+    on_path = {stall.cause for stall in stats.stalls if stall.waits_for == f"path {root}"}
+    assert "fetching a unit" in on_path
+    waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for not in ("kernel", "link"))
+    assert waited_s == pytest.approx(stats.io_wait_s, abs=0.01)
 
 
 class TestFailure:

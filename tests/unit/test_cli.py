@@ -71,6 +71,7 @@ OPTIONS = {
         "--host-memory",
         "--codec",
         "--order",
+        "--overlap",
         "--striping",
         "--baseline",
         "--compute-s",

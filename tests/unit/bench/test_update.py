@@ -101,6 +101,18 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
     assert max(mlp.read_bytes_per_step, mlp.write_bytes_per_step) < 12 * PARAMETERS
 
 
+def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same_bits(tmp_path):
+    (path,) = paths_of(tmp_path, "a")
+    alone = measure([path], order="resident", compute_s=0.01)
+
+    under = measure([path], order="resident", overlap="forward", compute_s=0.01)
+
+    assert under.state_digest == alone.state_digest
+    assert under.read_bytes_per_step == alone.read_bytes_per_step
+    assert under.write_bytes_per_step == alone.write_bytes_per_step
+    assert under.bound_s <= alone.bound_s
+
+
 def test_modulo_shares_by_its_ratio(tmp_path):
     report = measure(paths_of(tmp_path, "a", "b"), striping="modulo:2:1")
 
@@ -126,6 +138,9 @@ def test_commits_are_timed(tmp_path):
         ({"baseline": "faster"}, "`--baseline` faster"),
         ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
         ({"baseline": "mlp-like", "commit_every": 1}, "cannot commit"),
+        ({"overlap": "sideways"}, "policy.overlap"),
+        ({"overlap": "forward"}, "`--order` resident.*found `sequential`"),
+        ({"overlap": "forward", "order": "resident", "baseline": "mlp-like"}, "no baseline"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, text):

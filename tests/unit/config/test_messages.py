@@ -75,7 +75,6 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
         ("tiers.device.link_rate", "1GB"),
         ("tiers.device.link_latency", "1s"),
         ("policy.parameters", "device"),
-        ("policy.overlap", "backward"),
     ],
 )
 def test_a_known_value_that_is_not_available_is_refused(key, value):
@@ -108,6 +107,14 @@ def test_a_known_value_that_is_not_available_is_refused(key, value):
         ),
         ({"tiers.storage.commit_every": "10 minutes"}, "a time such as `90s`, `10min`"),
         ({"policy.striping": "fastest"}, "policy.striping"),
+        (
+            {"policy.overlap": "backward", "train.max_grad_norm": 1.0},
+            'expected 0 with `policy.overlap = "backward"`, as a global norm',
+        ),
+        (
+            {"policy.overlap": "both", "policy.parameters": "host"},
+            'expected `"storage"` with `policy.overlap = "both"`',
+        ),
         (
             {"policy.overlap": "forward", "policy.order": "alternating"},
             '`"resident"` with `policy.overlap = "forward"`',

@@ -47,6 +47,7 @@ class MemoryStore:
 
     def __init__(self):
         self.values = {}
+        self.staged = {}
         self.events = []
         self.tickets = []
         self.failing = set()
@@ -55,12 +56,26 @@ class MemoryStore:
     def __contains__(self, record):
         return record in self.values
 
-    def read(self, record, into):
+    def read(self, record, into, *, priority):
         return self._start(f"read {record}", lambda: self._fill(record, into))
 
     def write(self, record, source, *, num_bytes):
         values = bytes(source)
         return self._start(f"write {record}", lambda: self.values.update({record: values}))
+
+    def write_staged(self, record, source, *, num_bytes):
+        values = bytes(source)
+        return self._start(f"stage {record}", lambda: self.staged.update({record: values}))
+
+    def publish_staged(self, records):
+        for record in records:
+            if record in self.staged:
+                self.events.append(f"publish {record}")
+                self.values[record] = self.staged.pop(record)
+
+    def drop_staged(self, records):
+        for record in records:
+            self.staged.pop(record, None)
 
     def _fill(self, record, into):
         into[: len(self.values[record])] = self.values[record]

@@ -72,3 +72,67 @@ def test_memory_bounds_an_update_that_storage_does_not():
 
     assert bound.update_s == pytest.approx(0.5)
     assert bound.step_s == pytest.approx(0.8)
+
+
+MODEL = ModelBytes(
+    parameter_bytes=GB,
+    trainable_parameter_bytes=GB,
+    update_parameter_bytes=GB,
+    state_bytes=5 * GB,
+)
+
+
+def bound_under_forward(*, forward_s, backward_s=0.9, micro_steps=1, overlap="forward", **options):
+    traffic = step_traffic(
+        MODEL, parameters="storage", optimizer="storage", micro_steps=micro_steps
+    )
+    return step_bound(
+        machine(path(2, 2, 1)),
+        traffic,
+        num_parameters=GB // 2,
+        compute=[ComputeTimes(forward_s=forward_s, backward_s=backward_s)] * micro_steps,
+        overlap=overlap,
+        **options,
+    )
+
+
+def test_an_update_under_the_forward_shares_its_time():
+    # 6 GB both ways and 1 GB of parameters in take 6.5 s; memory would take 0.55 s.
+    hidden = bound_under_forward(forward_s=7.0, shares_cores=False)
+    exposed = bound_under_forward(forward_s=2.0, shares_cores=False)
+
+    assert hidden.step_s == pytest.approx(7.0 + 0.9)
+    assert hidden.update_s == pytest.approx(0.0)
+    assert exposed.step_s == pytest.approx(6.5 + 0.9)
+    assert exposed.update_s == pytest.approx(4.5)
+
+
+def test_on_shared_cores_the_passes_over_records_add_to_the_forward():
+    bound = bound_under_forward(forward_s=7.0)
+
+    assert bound.step_s == pytest.approx(7.0 + 0.25 + 12 / 40 + 0.9)
+    assert bound.update_s == pytest.approx(0.25 + 12 / 40)
+
+
+def test_records_that_are_read_in_backward_take_its_time_not_the_forward_s():
+    bound = bound_under_forward(forward_s=2.0, backward_s=0.9, prefetched_bytes=2 * GB)
+
+    # Forward: 5 GB in and 6 GB out; backward: 1 GB of parameters and 2 GB of records in.
+    assert bound.step_s == pytest.approx(5.0 + 1 / 2 + 3 / 2)
+
+
+def test_only_the_first_micro_step_carries_the_update():
+    bound = bound_under_forward(forward_s=2.0, micro_steps=3)
+
+    assert bound.step_s == pytest.approx(6.5 + 0.9 + 2 * (2.0 + 0.9))
+
+
+def test_an_update_under_backward_or_both_shares_their_time():
+    options = {"forward_s": 2.0, "backward_s": 4.0, "micro_steps": 2, "shares_cores": False}
+
+    backward = bound_under_forward(overlap="backward", **options)
+    both = bound_under_forward(overlap="both", **options)
+
+    # 6 GB both ways and 1 GB of parameters in take 6.5 s; with both passes' parameters 7 s.
+    assert backward.step_s == pytest.approx(2.0 + 4.0 + 2.0 + 6.5)
+    assert both.step_s == pytest.approx(2.0 + 4.0 + 7.0)

@@ -1,0 +1,266 @@
+"""Updates that run under backward: of records whose gradients are complete.
+
+[Note: staged versions]
+What backward brings may still be dropped: no `step()` may follow. So an early update writes
+versions that are not current yet, beside those that the rest of backward reads; `step()` makes them
+current in no time, or they are given up. A record that stays in memory is updated at `step()`: it
+has no second slot, and nothing of its state moves.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from offload.layout import ModelLayout, Record
+from offload.optim.model_state import ParameterUpdate, parameter_key, state_key
+from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.storage.stalls import StallAccount
+from offload.storage.store import BlockStore
+
+UpdateOf = Callable[[str], ParameterUpdate | None]
+"""Gives what the next step would apply to a parameter; None where it has no gradient."""
+
+
+class EarlyUpdates:
+    """Updates records as their gradients become complete. See [Note: staged versions].
+
+    Concurrency: The thread that runs the model calls; updates run in one of their own.
+    """
+
+    def __init__(self) -> None:
+        self._layout: ModelLayout
+        self._pipeline: UpdatePipeline
+        self._store: BlockStore
+        self._kept: Collection[str] = ()
+        self._records_of: dict[str, list[int]] = {}
+        self._names: list[frozenset[str]] = []
+        # Of this backward: what has arrived of each record that is not complete.
+        self._arrived: dict[int, set[str]] = {}
+        # Over what follows.
+        self._changed = threading.Condition()
+        self._source = _ArrivingRecords(self._changed)
+        self._applied: dict[int, dict[str, ParameterUpdate]] = {}
+        self._in_flight: set[int] = set()
+        self._updates: dict[str, ParameterUpdate] = {}
+        self._job: UpdateJob | None = None
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._num_threads = 1
+
+    def use(self, pipeline: UpdatePipeline, *, kept: Collection[str]) -> None:
+        """Says whose records are updated, but those in `kept`."""
+        assert pipeline.state.store is not None
+        layout = self._layout = pipeline.state.layout
+        self._pipeline, self._store, self._kept = pipeline, pipeline.state.store, kept
+        self._names = [
+            frozenset(
+                placed.facts.name for s in record.subgroups for placed in layout.parameters_in(s)
+            )
+            for record in layout.records
+        ]
+        self._records_of.clear()
+        for index, names in enumerate(self._names):
+            for name in names:
+                self._records_of.setdefault(name, []).append(index)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a record was updated, or is being updated, for the step to come."""
+        return bool(self._applied)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def arrived(self, name: str, *, update_of: UpdateOf, edited: Collection[str]) -> None:
+        """Says that a gradient has arrived which no later one of this step is expected to change.
+
+        Args:
+            name: The parameter's.
+            update_of: What a step would apply now.
+            edited: Parameters that the user edited: their records are left to the step.
+        """
+        for index in self._records_of.get(name, ()):
+            arrived = self._arrived.setdefault(index, set())
+            arrived.add(name)
+            names = self._names[index]
+            if arrived < names or self._layout.records[index].name in self._kept:
+                continue
+            updates = {each: update_of(each) for each in names}
+            if not names & set(edited) and all(updates.values()):
+                self._submit(index, {n: u for n, u in updates.items() if u is not None})
+
+    def forget(self, name: str) -> None:
+        """Gives up the updates that used the gradient of a parameter, which is about to change.
+
+        Raises:
+            StorageError, CorruptStateError: An update failed.
+        """
+        for index in self._records_of.get(name, ()):
+            self._arrived.get(index, set()).discard(name)
+            if index in self._applied:
+                self._wait(index)
+                self._drop(index)
+
+    def finish(self) -> None:
+        """Waits until no update is in flight, so that others may use the pipeline.
+
+        Raises:
+            StorageError, CorruptStateError: One failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight or self._failure is not None)
+        self._end_job()
+        if self._failure is not None:
+            raise self._failure
+
+    def take(
+        self, updates: Mapping[str, ParameterUpdate], *, edited: Collection[str]
+    ) -> frozenset[str]:
+        """Makes current what was updated as `updates` want it; gives up the rest.
+
+        Returns:
+            Names of the records that need no update any more.
+        """
+        self.finish()
+        taken = []
+        for index, applied in list(self._applied.items()):
+            wanted = {name: updates.get(name) for name in applied}
+            if wanted == applied and not self._names[index] & set(edited):
+                self._store.publish_staged(self._keys(index))
+                taken.append(self._layout.records[index].name)
+                del self._applied[index]
+            else:
+                self._drop(index)
+        self._arrived.clear()
+        return frozenset(taken)
+
+    def applied_to(self, name: str) -> ParameterUpdate | None:
+        """Returns what was applied to a parameter, where something was."""
+        return next(
+            (self._applied[i][name] for i in self._records_of[name] if i in self._applied), None
+        )
+
+    def drop(self) -> None:
+        """Gives everything up, and forgets what failed."""
+        self._end_job()
+        for index in list(self._applied):
+            self._drop(index)
+        self._arrived.clear()
+        self._in_flight.clear()
+        self._failure = None
+
+    def close(self) -> None:
+        """Gives everything up; again does nothing."""
+        self.drop()
+
+    def _submit(self, index: int, updates: dict[str, ParameterUpdate]) -> None:
+        if self._failure is not None or index in self._applied:
+            return
+        with self._changed:
+            self._applied[index] = updates
+            self._in_flight.add(index)
+            self._updates.update(updates)
+            self._source.add(self._layout.records[index], index)
+        if self._job is None:
+            self._begin_job()
+        self._pipeline.wake()
+
+    def _begin_job(self) -> None:
+        self._source.open()
+        self._num_threads = torch.get_num_threads()
+        self._job = UpdateJob(
+            source=self._source,
+            touched=frozenset(),
+            updates=self._updates,
+            edited=frozenset(),
+            kept=(),
+            stalls=StallAccount(),
+            on_updated=self._on_updated,
+            is_staged=True,
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(self._job,), name="offload-early-updates", daemon=True
+        )
+        self._thread.start()
+
+    def _end_job(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._source.close()
+            self._pipeline.wake()
+            thread.join()
+        self._job = None
+        self._updates = {}
+
+    def _wait(self, index: int) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: index not in self._in_flight or self._failure is not None
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def _drop(self, index: int) -> None:
+        self._applied.pop(index, None)
+        self._store.drop_staged(self._keys(index))
+
+    def _keys(self, index: int) -> list[str]:
+        record = self._layout.records[index]
+        return [state_key(record), *map(parameter_key, record.subgroups)]
+
+    # In the thread of the updates.
+
+    def _run(self, job: UpdateJob) -> None:
+        try:
+            if torch.get_num_threads() != self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            self._pipeline.carry_out(job)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _on_updated(self, record: Record) -> None:
+        with self._changed:
+            self._in_flight.discard(self._source.number_of(record))
+            self._changed.notify_all()
+
+
+class _ArrivingRecords:
+    """Records in the order in which their gradients became complete."""
+
+    def __init__(self, lock: threading.Condition) -> None:
+        self._lock = lock
+        self._waiting: list[Record] = []
+        self._numbers: dict[str, int] = {}
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def add(self, record: Record, number: int) -> None:
+        """Adds a record that is complete. Under the lock."""
+        self._waiting.append(record)
+        self._numbers[record.name] = number
+
+    def number_of(self, record: Record) -> int:
+        return self._numbers[record.name]
+
+    def peek(self) -> Record | None:
+        with self._lock:
+            return self._waiting[0] if self._waiting else None
+
+    def take(self, record: Record) -> None:
+        with self._lock:
+            self._waiting.remove(record)
+
+    def choose(self, ready: Sequence[Record]) -> Record:
+        return ready[0]
