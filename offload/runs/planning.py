@@ -173,8 +173,12 @@ def _require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
-    for directory in existing_directories(config, stores):
-        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+    directories = existing_directories(config, stores)
+    writable = [d.is_dir() and os.access(d, os.W_OK | os.X_OK) for d in directories]
+    for index, directory in enumerate(directories):
+        # A store that is gone on with leaves out what cannot be written any more.
+        is_part_of_store = bool(stores) and directory == stores[index] and any(writable)
+        if not writable[index] and not is_part_of_store:
             raise ConfigError(
                 f"cannot store a run under `{directory}`: expected a writable directory, found one "
                 "that is read-only or belongs to another user, or a file; choose another "
