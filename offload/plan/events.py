@@ -47,6 +47,19 @@ def all_of(tickets: Sequence[Ticket]) -> Ticket:
     return joined
 
 
+def any_of(tickets: Sequence[Ticket]) -> Ticket:
+    """Returns a ticket that is done when one of `tickets` is."""
+    first = Ticket()
+
+    def on_done() -> None:
+        if not first.is_done:
+            first.complete()
+
+    for ticket in tickets:
+        ticket.on_done(on_done)
+    return first
+
+
 class EventClock:
     """Simulated time and what is due; events of one time happen in the order they were set."""
 

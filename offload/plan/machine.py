@@ -1,6 +1,6 @@
 """The rates of a machine, as measured; what bounds are computed from."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -71,6 +71,21 @@ class Machine:
             copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s),
             update_parameters_per_s=max(
                 self.update_parameters_per_s, other.update_parameters_per_s
+            ),
+        )
+
+    def with_faster_paths(self, factor: float) -> "Machine":
+        """Returns a machine whose paths move `factor` times as much."""
+        return replace(
+            self,
+            paths=tuple(
+                replace(
+                    path,
+                    read_bytes_per_s=path.read_bytes_per_s * factor,
+                    write_bytes_per_s=path.write_bytes_per_s * factor,
+                    mixed_bytes_per_s=path.mixed_bytes_per_s * factor,
+                )
+                for path in self.paths
             ),
         )
 

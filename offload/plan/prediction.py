@@ -12,7 +12,7 @@ from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, Simulated
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
 from offload.plan.work import PassTimes, StepWork, work_of
-from offload.policy import resolve_order, resolve_striping
+from offload.policy import resolve_order, resolve_overlap, resolve_striping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ def predict_step(
             traffic,
             num_parameters=layout.trainable_elements,
             compute=[compute] * micro_steps,
+            overlap=choices.overlap,
+            prefetched_bytes=host.prefetched_bytes if host else 0,
         ).step_s
     worn = wear(bytes_per_step=traffic.write_bytes, step_s=step.step_s, endurance_bytes=None)
     return Prediction(
@@ -102,8 +104,7 @@ def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> Sim
             num_buffers=max(host.num_buffers, 1) if host else 1,
             num_cached=host.num_cached if host else 0,
         ),
-        updates_in_forward=choices.overlap in ("forward", "both"),
-        updates_in_backward=choices.overlap in ("backward", "both"),
+        overlap=resolve_overlap(choices.overlap),
         num_slots=(host.num_slots if host else 0) or len(layout.units),
         prefetch_distance=choices.prefetch,
     )

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offload.plan.events import EventClock, Process, Server, Ticket, all_of
+from offload.plan.events import EventClock, Process, Server, Ticket, all_of, any_of
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.work import Piece, RecordWork, StepWork
 from offload.policy import Order
@@ -102,29 +102,42 @@ class SimulatedUpdate:
         count = len(self._records)
         kept = self._order.kept(count, self._window.num_cached, step)
         waiting = deque(self._order.sequence(count, step) if sequence is None else sequence)
-        reading: deque[_InFlight] = deque()
-        writing: deque[_InFlight] = deque()
+        reading: list[_InFlight] = []
+        writing: list[_InFlight] = []
         while waiting or reading or writing:
-            while writing and writing[0].moved.is_done:
-                writing.popleft()
+            writing = [current for current in writing if not current.moved.is_done]
             self._read_ahead(waiting, reading)
-            if not reading:
-                if not writing and waiting:
-                    raise ValueError("expected a window of at least one buffer, found none")
-                yield [current.moved for current in list(writing)[:1]]
-                continue
-            current = reading[0]
-            yield ready(current.index)
-            asked_s = self._clock.now_s
-            yield current.moved
-            self.io_wait_s += self._clock.now_s - asked_s
-            yield self._kernels.serve(self._pass_s(current))
-            reading.popleft()
-            on_updated(current.index)
-            while self._is_full(self._num_writing):
-                yield writing.popleft().moved
-            self._start_write(current, is_kept=current.index in kept)
-            writing.append(current)
+            current = self._next(reading, ready)
+            if current is not None:
+                yield self._kernels.serve(self._pass_s(current))
+                reading.remove(current)
+                on_updated(current.index)
+                while self._is_full(self._num_writing):
+                    yield any_of([each.moved for each in writing])
+                    writing = [each for each in writing if not each.moved.is_done]
+                self._start_write(current, is_kept=current.index in kept)
+                writing.append(current)
+            elif reading or writing:
+                asked_s = self._clock.now_s
+                is_waiting_for_bytes = any(not each.moved.is_done for each in reading)
+                yield any_of(
+                    [each.moved for each in (*reading, *writing) if not each.moved.is_done]
+                    + [gate for each in reading if not (gate := ready(each.index)).is_done]
+                )
+                if is_waiting_for_bytes or not reading:
+                    self.io_wait_s += self._clock.now_s - asked_s
+            elif waiting:
+                raise ValueError("expected a window of at least one buffer, found none")
+
+    def _next(
+        self, reading: Sequence[_InFlight], ready: Callable[[int], Ticket]
+    ) -> _InFlight | None:
+        """Returns the first record whose pass can run; a baseline takes them in order."""
+        candidates = reading if self._window.max_in_flight is None else reading[:1]
+        for current in candidates:
+            if current.moved.is_done and ready(current.index).is_done:
+                return current
+        return None
 
     def _is_full(self, num_records: int) -> bool:
         most = self._window.max_in_flight
@@ -136,7 +149,7 @@ class SimulatedUpdate:
         moved += sum(piece.num_bytes * (1 + piece.is_read) for piece in record.pieces)
         return self._kernel_s(record, moved + record.spilled_bytes)
 
-    def _read_ahead(self, waiting: deque[int], reading: deque[_InFlight]) -> None:
+    def _read_ahead(self, waiting: deque[int], reading: list[_InFlight]) -> None:
         """Starts reading the next records while there is room for them."""
         while waiting and not self._is_full(self._num_reading):
             current = self._try_lease(waiting[0])

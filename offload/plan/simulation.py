@@ -10,7 +10,7 @@ from offload.plan.simulated_path import Direction, SimulatedPath
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.simulated_update import SimulatedUpdate, WindowSize
 from offload.plan.work import RecordWork, StepWork
-from offload.policy import Order, Striping
+from offload.policy import Order, Overlap, Striping
 from offload.sizes import MIB
 
 _WARM_UP_STEPS = 3
@@ -37,8 +37,8 @@ class SimulatedPolicy:
     order: Order
     striping: Striping
     window: WindowSize
-    updates_in_forward: bool = False
-    """Whether updates run under the next forward pass."""
+    overlap: Overlap | None = None
+    """What decides where updates run under the next forward pass; None: they do not."""
     updates_in_backward: bool = False
     """Whether an update runs as soon as its gradients are complete."""
     num_slots: int = 1
@@ -155,7 +155,7 @@ class _Simulation:
         while position < len(uses):
             use, began_s = uses[position], clock.now_s
             is_last = use.micro_step == self._work.micro_steps - 1
-            overlaps = policy.updates_in_forward or policy.updates_in_backward
+            overlaps = policy.overlap is not None or policy.updates_in_backward
             if is_last and use.is_backward and overlaps:
                 update = self._begin_update(step, complete, stepped)
             yield from self._passes.run(
@@ -179,13 +179,13 @@ class _Simulation:
         waited_s = self._update.io_wait_s
         if update is None:
             update = self._begin_update(step, complete, stepped)
-        if policy.updates_in_forward:
+        if policy.overlap is not None:
             self._pending = update
         else:
             yield update
         marks.end_s = clock.now_s
         marks.io_wait_s = self._passes.io_wait_s - before.passes_wait_s
-        if not policy.updates_in_forward:
+        if policy.overlap is None:
             marks.io_wait_s += self._update.io_wait_s - waited_s
         after = self._counters()
         marks.read_bytes = after.read_bytes - before.read_bytes
@@ -204,18 +204,19 @@ class _Simulation:
         policy = self._policy
         updated = [Ticket() for _ in self._work.records]
         ready: Sequence[Ticket] = complete
-        sequence: list[int] | None = None
+        sequence: Sequence[int] | None = None
         if not policy.updates_in_backward:
             ready = [stepped] * len(complete)
-            if policy.updates_in_forward:
-                sequence = list(range(len(updated)))
+            if policy.overlap is not None:
+                units = [[piece.unit for piece in record.pieces] for record in self._work.records]
+                sequence = policy.overlap.sequence(units, range(len(self._work.units)))
         else:
             sequence = [
                 index
                 for unit in reversed(range(len(self._work.units)))
                 for index in self._passes.records_completed_by(unit)
             ]
-        if policy.updates_in_forward:
+        if policy.overlap is not None:
             self._updated = updated
         before = self._pending
 
@@ -232,7 +233,7 @@ class _Simulation:
 
     def _may_fetch(self, use: Use) -> Ticket:
         """A unit's parameters are there when every record of it is updated."""
-        if not self._policy.updates_in_forward or use.micro_step or use.is_backward:
+        if self._policy.overlap is None or use.micro_step or use.is_backward:
             return _happened()
         return self._clock.spawn(_wait([self._updated[i] for i in self._records_of[use.unit]]))
 

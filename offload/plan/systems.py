@@ -18,7 +18,7 @@ from offload.plan.host import CACHING_BUFFERS, MAX_BUFFERS, HostPlan, Placement,
 from offload.plan.simulated_update import WindowSize
 from offload.plan.simulation import SimulatedPolicy
 from offload.plan.work import PassTimes, StepWork, work_of
-from offload.policy import resolve_order, resolve_striping
+from offload.policy import resolve_order, resolve_overlap, resolve_striping
 from offload.sizes import MIB, round_up
 
 _MOST_RECORDS = 1024
@@ -77,7 +77,7 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
             order=resolve_order(choices.order),
             striping=resolve_striping(choices.striping),
             window=WindowSize(num_buffers=max(host.num_buffers, 1), num_cached=host.num_cached),
-            updates_in_forward=choices.overlap in ("forward", "both"),
+            overlap=resolve_overlap("forward") if choices.overlap in ("forward", "both") else None,
             updates_in_backward=choices.overlap in ("backward", "both"),
             num_slots=host.num_slots or len(layout.units),
             prefetch_distance=choices.prefetch,

@@ -39,6 +39,9 @@ from offload.runs.warm_up import warm_up
 from offload.storage.engine import Engine
 from offload.storage.measured import measured_settings
 
+_PATIENCE = 2.5
+"""A plan has no steps that would correct what a short probe got wrong."""
+
 OnMeasure = Callable[[str], None]
 """Told what is about to be measured."""
 
@@ -190,7 +193,7 @@ class _Measurement:
         self._on_measure(f"path {directory}")
         settings = measured_settings(directory, profile=self._profile)
         with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
-            return probe_path(directory, engine, self._size())
+            return probe_path(directory, engine, self._size(), patience=_PATIENCE)
 
     def _copy_rate(self) -> float:
         known = self._profile.find_memory(threads=self._threads)

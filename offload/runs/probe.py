@@ -1,5 +1,6 @@
 """Measures in seconds what a machine does, for the bounds of the run that follows."""
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ _FILE = ".offload-probe"
 _REQUEST_BYTES = 4 * MIB
 _MAX_BUFFERS = 16
 _ROUNDS = 3
-_MEASURE_S = 0.2
-"""Time of each of the three measurements of a round."""
+_MEASURE_S = 0.15
+"""Time of reads and of writes alone in a round; both together take twice as long."""
 _MIN_BYTES = 16 * _REQUEST_BYTES
 _READ = "read"
 _WRITE = "write"
@@ -77,8 +78,18 @@ def probe_machine(
     )
 
 
-def probe_path(directory: Path, engine: Engine, size: ProbeSize) -> PathRates:
-    """Returns the rates of the path that `directory` lies on."""
+def probe_path(
+    directory: Path, engine: Engine, size: ProbeSize, *, patience: float = 1.0
+) -> PathRates:
+    """Returns the rates of the path that `directory` lies on.
+
+    Args:
+        directory: A file is made there and removed again.
+        engine: Open, with the block size and the queue depth of the run.
+        size: The most file and memory bytes to use.
+        patience: How many times longer than usual to measure.
+    """
+    window_s = _MEASURE_S * patience
     path = directory / _FILE
     path.unlink(missing_ok=True)
     file = open_file(path, create=True)
@@ -88,11 +99,16 @@ def probe_path(directory: Path, engine: Engine, size: ProbeSize) -> PathRates:
         stream = _Stream(file, engine, size)
         stream.fill()
         rounds = [
-            (stream.rate(_READ), stream.rate(_WRITE), stream.rate(_READ, _WRITE))
+            (
+                stream.rate(_READ, seconds=window_s),
+                stream.rate(_WRITE, seconds=window_s),
+                stream.rate(_READ, _WRITE, seconds=2 * window_s),
+            )
             for _ in range(_ROUNDS)
         ]
-        # The best of each: a bound says what the path can do, not what else it was doing.
-        read, write, mixed = (max(rates) for rates in zip(*rounds, strict=True))
+        # Medians: the best of short windows would be more than a throttled path ever gives. What
+        # is too low for the steps of a run is raised by them: [Note: probes and bursts].
+        read, write, mixed = (statistics.median(rates) for rates in zip(*rounds, strict=True))
         return PathRates(
             path=str(directory),
             read_bytes_per_s=read,
@@ -122,11 +138,11 @@ class _Stream:
         self._drain()
         self._engine.flush(self._file)
 
-    def rate(self, *kinds: str) -> float:
+    def rate(self, *kinds: str, seconds: float) -> float:
         """Returns bytes/s of requests of `kinds` in turn, both directions together."""
         num_bytes = 0
         started_s = time.perf_counter()
-        while num_bytes < _MIN_BYTES or time.perf_counter() - started_s < _MEASURE_S:
+        while num_bytes < _MIN_BYTES or time.perf_counter() - started_s < seconds:
             for kind in kinds:
                 self._submit(kind)
                 num_bytes += _REQUEST_BYTES

@@ -1,10 +1,12 @@
 """Turns what a step did and what the session counted into figures."""
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
+from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
 from offload.runs.loop import StepOutcome
@@ -118,6 +120,20 @@ class StepRecorder:
     def prefetch_hit_rate(self) -> float | None:
         """Of the steps after the warm-up."""
         return ratio(self._hits, self._hits + self._misses)
+
+    def raised(self, machine: Machine) -> tuple[Machine, float]:
+        """Returns the machine with paths as fast as the steps show them to be, and by how much."""
+        counted = [
+            not step.skipped and number >= NUM_WARM_UP_STEPS
+            for number, step in enumerate(self.steps)
+        ]
+        steps_s = list(itertools.compress((times.step_s for times in self._times), counted))
+
+        def bounds_s(rates: Machine) -> list[float]:
+            kept = itertools.compress(self.bounds(rates), counted)
+            return [bound.step_s for bound in kept if bound is not None]
+
+        return raised_to_steps(machine, steps_s, bounds_s)
 
     def bounds(self, machine: Machine | None) -> list[Bound | None]:
         """Returns the bounds of each step by the rates of `machine`."""

@@ -30,8 +30,8 @@ class TrainResult:
     skipped_steps: int
     loss: float | None
     losses: list[float]
-    validation_loss_before: float
-    validation_loss_after: float
+    validation_loss_before: float | None
+    validation_loss_after: float | None
     state_digest: str
     parameters: int
     state_bytes: int
@@ -55,6 +55,8 @@ class TrainResult:
     io_wait_s: float | None
     bound_s: float | None
     achieved_over_bound: float | None
+    path_rate_factor: float | None
+    """How much faster than probed the paths were, so that steps do not beat their bound; 1: not."""
     update_bound_s: float | None
     update_achieved_over_bound: float | None
     prefetch_hit_rate: float | None

@@ -37,6 +37,7 @@ def run_training(
     run_dir: str | Path | None = None,
     resume: Resume = None,
     progress: Progress | None = None,
+    validates: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
 
@@ -45,6 +46,7 @@ def run_training(
         run_dir: A new directory, or an existing one with `resume`; None makes one.
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
+        validates: False leaves validation out before the first and after the last step.
 
     Raises:
         ConfigError: The config, a path or the data is wrong; nothing was written.
@@ -70,6 +72,7 @@ def run_training(
         machine=machine,
         text=text,
         progress=progress,
+        validates=validates,
     ).execute()
     if machine is not None:
         machine = _probe_again(machine, config, plan, directory)
@@ -139,6 +142,9 @@ def _result(
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
+    rate_factor = None
+    if machine is not None:
+        machine, rate_factor = recorder.raised(machine)
     medians = StepMedians.of(recorder.steps, recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
@@ -175,6 +181,7 @@ def _result(
         io_wait_s=medians.io_wait_s,
         bound_s=medians.bound_s,
         achieved_over_bound=ratio(medians.bound_s, medians.step_s),
+        path_rate_factor=rate_factor,
         update_bound_s=medians.update_bound_s,
         update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,

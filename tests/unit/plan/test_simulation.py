@@ -11,7 +11,7 @@ from offload.plan.simulated_update import WindowSize
 from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, simulate
 from offload.plan.traffic import ModelBytes, step_traffic
 from offload.plan.work import PassTimes, work_of
-from offload.policy import resolve_order, resolve_striping
+from offload.policy import resolve_order, resolve_overlap, resolve_striping
 
 NUM_UNITS = 8
 LAYOUT = build_layout(
@@ -111,7 +111,7 @@ def test_a_split_that_fits_the_paths_is_faster_than_one_that_does_not():
 
 def test_an_update_under_the_next_forward_is_hidden_by_compute_elsewhere_and_not_on_its_cores():
     rates = machine((4e9, 4e9, 2e9), update=2e8)
-    plain, hidden = policy("resident"), policy("resident", updates_in_forward=True)
+    plain, hidden = policy("resident"), policy("resident", overlap=resolve_overlap("forward"))
 
     def step_s(choice, *, shares_cores):
         simulated = SimulatedMachine(rates=rates, shares_cores=shares_cores)
