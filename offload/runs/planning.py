@@ -10,6 +10,7 @@ from typing import Literal, cast
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
 from offload.plan.host import HostPlan, plan_host
@@ -18,7 +19,12 @@ from offload.plan.machine_profile import MachineProfile, PathProfile, read_profi
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
-from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
+from offload.plan.traffic import (
+    ModelBytes,
+    StepTraffic,
+    kept_for_backward_bytes,
+    step_traffic,
+)
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.sizes import MIB, parse_duration
@@ -59,8 +65,14 @@ def plan_run(
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
         device=_plan_device(config, layout, discovered),
+        activations={
+            "checkpoint": config.activations.checkpoint,
+            "offload": config.activations.offload if config.offload else "none",
+        },
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host),
+        traffic=plan_traffic(
+            config, layout, host, kept=_kept_bytes(config, layout, discovered, host)
+        ),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -94,13 +106,16 @@ def choices_of(config: Config) -> Choices:
     )
 
 
-def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> StepTraffic:
+def plan_traffic(
+    config: Config, layout: ModelLayout, host: HostPlan | None, *, kept: int = 0
+) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
     Args:
         config: Of the run.
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
+        kept: Parameter bytes that a backward does not read.
     """
     return step_traffic(
         ModelBytes.of(layout),
@@ -108,6 +123,23 @@ def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> 
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+        kept_backward_bytes=[kept] * config.train.micro_steps,
+    )
+
+
+def _kept_bytes(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> int:
+    """Returns the bytes of units that stay for backward, or that backward does not ask for."""
+    device = _plan_device(config, layout, discovered)
+    num_slots = 0 if host is None else host.num_slots
+    if device is not None:
+        num_slots = device.num_slots
+    num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
+    first_kept = len(layout.units) - num_free
+    not_asked_for = (i for i in discovered.lookup_units() if i < first_kept)
+    return kept_for_backward_bytes(layout, num_free) + sum(
+        discovered.units[index].num_bytes for index in not_asked_for
     )
 
 
@@ -176,6 +208,11 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
         is_unified=config.tiers.device.kind == "cpu",
+        activations=plan_activations(
+            config.activations.offload,
+            memory_bytes=config.activations.memory,
+            threshold_bytes=config.activations.threshold,
+        ),
     )
 
 
