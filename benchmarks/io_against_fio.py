@@ -86,6 +86,13 @@ def parse_arguments() -> argparse.Namespace:
         "--sweep-s", type=float, default=0.5, help="seconds of each run of the sweep"
     )
     parser.add_argument("--backend", default="auto", help="of the I/O engine")
+    parser.add_argument(
+        "--fio-option",
+        action="append",
+        default=[],
+        metavar="--NAME=VALUE",
+        help="one more for fio, as `--fio-option=--iomem=shmhuge` where huge pages are reserved",
+    )
     parser.add_argument("--quick", action="store_true", help="a small sweep: tries the script")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -107,7 +114,8 @@ def run_fio(file: Path, rw: str, setting: Setting, size: int, *extra: str) -> Ru
 def sweep(file: Path, rw: str, options: argparse.Namespace) -> Setting:
     """Returns fio's best setting."""
     run_fio(file, "write", Setting(engine="libaio", block="4m", depth=8), options.size)
-    timed = ("--time_based", f"--runtime={round(1000 * options.sweep_s)}ms", "--end_fsync=1")
+    runtime = f"--runtime={round(1000 * options.sweep_s)}ms"
+    timed = ("--time_based", runtime, "--end_fsync=1", *options.fio_option)
     found = {}
     for block in ("1m",) if options.quick else BLOCKS:
         for depth in (4,) if options.quick else DEPTHS:
@@ -204,7 +212,7 @@ def run_pair(
     flush = ("--end_fsync=1",) if rw == "write" else ()
 
     def fio() -> Run:
-        return run_fio(file, rw, setting, options.size, *flush)
+        return run_fio(file, rw, setting, options.size, *flush, *options.fio_option)
 
     def ours() -> Run:
         return run_engine(stream, rw)

@@ -235,7 +235,12 @@ def copy_rate_bytes_per_s(
     The better of `memcpy` and, with the extension, a copy by non-temporal stores, on the threads
     that kernels use; without it one thread copies.
     """
-    with mmap.mmap(-1, num_bytes) as target, mmap.mmap(-1, num_bytes) as source:
+    # Private: of shared memory the kernel may give no huge pages, though it is advised to.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with (
+        mmap.mmap(-1, num_bytes, flags=flags) as target,
+        mmap.mmap(-1, num_bytes, flags=flags) as source,
+    ):
         for region in (target, source):
             with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
                 region.madvise(mmap.MADV_HUGEPAGE)

@@ -70,7 +70,10 @@ class BenchMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes + _HUGE_BYTES)
+        # Private: of shared memory the kernel may give no huge pages, though it is advised to.
+        self._map = mmap.mmap(
+            -1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % _HUGE_BYTES
