@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
@@ -32,8 +32,9 @@ from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
 from offload.storage.stalls import Stall
-from offload.storage.store import BlockStore, PathStats
+from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
+from offload.storage.store_stats import PathStats
 from offload.storage.summary import has_commit
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
@@ -580,7 +581,10 @@ class Session:
         for name in names[:-keep_last] if keep_last else []:
             # What is still being copied is deleted with a later one.
             if self._drain is None or not self._drain.is_draining(name):
-                store.delete_checkpoint(name)
+                try:
+                    store.delete_checkpoint(name)
+                except StorageError as error:  # as where a path is read-only by now
+                    _log.warning("%s; it is kept, and so are its blocks", error)
 
     def _advise(self) -> str:
         """Returns from which copy a run can go on whose paths are lost."""

@@ -286,8 +286,9 @@ class PolicyConfig(Section):
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
     as `"modulo:2:1"`, `"single"` on the first path that has room."""
     prefetch: CountOrZero
-    """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
-    beside the one in use; 0 fetches on demand."""
+    """Prefetch distance in units: how far ahead of use parameters are fetched, at least. Each needs
+    a slot beside the one in use. Where fetches come late and there are more slots, it grows by the
+    rates at which units are fetched and used; 0 fetches on demand."""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,8 +30,8 @@ class TrainResult:
     skipped_steps: int
     loss: float | None
     losses: list[float]
-    validation_loss_before: float
-    validation_loss_after: float
+    validation_loss_before: float | None
+    validation_loss_after: float | None
     state_digest: str
     parameters: int
     state_bytes: int
