@@ -299,6 +299,22 @@ class PolicyConfig(Section):
         return values
 
 
+class ActivationsConfig(Section):
+    """What becomes of activations between forward and backward; none of it changes a bit."""
+
+    checkpoint: Literal["none", "unit"] = "none"
+    """`"unit"` keeps only the inputs of each element of a module list and computes the rest again
+    in backward. Leave it out where the model has activation checkpoints of its own."""
+    offload: Literal["none", "host", "storage"] = "none"
+    """Where saved activations go until backward needs them. `"host"` frees a device's memory, not
+    the `cpu`'s; `"storage"` frees both. Without effect with `offload = false`."""
+    threshold: Size = 256 << 10
+    """Activations of fewer bytes stay where they are."""
+    memory: Size = 64 << 20
+    """Part of `tiers.host.memory` where they lie, or through which they go to storage. What finds
+    no room on the host stays on the device."""
+
+
 class CheckpointConfig(Section):
     """Named commits kept beside the newest."""
 
@@ -336,6 +352,8 @@ class Config(Section):
     """The levels of memory."""
     policy: PolicyConfig
     """What is kept where and moved when: in a file also the name of a preset, or a file."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """What becomes of activations between forward and backward."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Named commits kept beside the newest."""
 

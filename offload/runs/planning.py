@@ -10,6 +10,7 @@ from typing import Literal, cast
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
 from offload.plan.host import HostPlan, plan_host
@@ -64,6 +65,10 @@ def plan_run(
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
         device=_plan_device(config, layout, discovered),
+        activations={
+            "checkpoint": config.activations.checkpoint,
+            "offload": config.activations.offload if config.offload else "none",
+        },
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(
             config, layout, host, kept=_kept_bytes(config, layout, discovered, host)
@@ -203,6 +208,11 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
         is_unified=config.tiers.device.kind == "cpu",
+        activations=plan_activations(
+            config.activations.offload,
+            memory_bytes=config.activations.memory,
+            threshold_bytes=config.activations.threshold,
+        ),
     )
 
 

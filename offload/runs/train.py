@@ -168,6 +168,10 @@ def _result(
         rss_baseline_bytes=summary.rss_baseline_bytes,
         rss_peak_bytes=summary.rss_peak_bytes,
         activation_peak_bytes=summary.activation_bytes + _logits_bytes(config),
+        activation_offload_bytes_per_step=medians.activation_offload_bytes,
+        activation_hit_rate=ratio(
+            stats.activation_hits, stats.activation_hits + stats.activation_misses
+        ),
         commit_bytes=stats.commit_bytes,
         read_bytes_per_step=medians.read_bytes,
         write_bytes_per_step=medians.write_bytes,

@@ -7,6 +7,7 @@ from offload.errors import ConfigError, StoreError
 from offload.storage.data_file import is_data_file_name
 from offload.storage.manifest_files import ManifestFiles, is_checkpoint_file, is_manifest_name
 from offload.storage.ownership import OWNER_FILE
+from offload.storage.spill import SPILL_NAME
 
 
 def check_distinct(roots: Sequence[Path]) -> None:
@@ -48,14 +49,18 @@ def _not_replaceable(root: Path, found: str) -> StoreError:
 def _is_own(name: str) -> bool:
     is_manifest = is_manifest_name(name) or is_checkpoint_file(name)
     # The owner file has companions for a moment, see `heartbeat.silent_s`.
-    return name.startswith(OWNER_FILE) or is_manifest or is_data_file_name(name)
+    return name.startswith(OWNER_FILE) or is_manifest or _is_data(name)
+
+
+def _is_data(name: str) -> bool:
+    return is_data_file_name(name) or name == SPILL_NAME
 
 
 def delete_leftovers(root: Path) -> None:
     """Deletes what a run left that ended before its first commit."""
     ManifestFiles(root).delete_temporaries()
     for path in root.iterdir():
-        if is_data_file_name(path.name):
+        if _is_data(path.name):
             path.unlink()
 
 
