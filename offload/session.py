@@ -17,7 +17,7 @@ from offload.errors import ConfigError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
-from offload.optim.base import Parameters
+from offload.optim.base import Parameters, UpdateEngine
 from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
@@ -339,6 +339,13 @@ class Session:
     def Muon(self, params: Parameters, **options: Any) -> Muon:  # noqa: N802 - torch's name
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
         return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
+
+    def update_engine(self) -> UpdateEngine:
+        """Returns what keeps the wrapped model's state, for a class of one's own of optimizer.
+
+        Such a class derives from `offload.optim.base.OffloadOptimizer`, as ours do.
+        """
+        return self._require_wrapped("make an optimizer")
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
