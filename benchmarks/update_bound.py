@@ -25,7 +25,7 @@ from offload.bench.update_options import UpdateOptions, made_up_layout
 from offload.optim.kernels import load_kernels
 from offload.plan.host import plan_host
 from offload.plan.machine import Machine, PathRates
-from offload.runs.probe import ProbeSize, _update_rate
+from offload.runs.probe import ProbeSize, probe_update
 from offload.storage.faults import FaultPlan
 
 MB = 10**6
@@ -152,7 +152,7 @@ def memory_for(parameters, share):
 def memory_of(paths):
     """Returns the machine of these paths, with the rates of memory measured now."""
     size = ProbeSize(file_bytes=0, memory_bytes=128 * MIB)
-    rate = _update_rate(load_kernels(), codec="split", dtype="bfloat16", size=size, rule="adamw")
+    rate = probe_update(load_kernels(), codec="split", dtype="bfloat16", size=size, rule="adamw")
     return Machine(
         paths=tuple(paths),
         copy_bytes_per_s=copy_rate_bytes_per_s(),

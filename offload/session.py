@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
@@ -24,6 +24,7 @@ from offload.optim.lion import Lion
 from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
+from offload.plan.activations import plan_activations
 from offload.policy import resolve_order, resolve_striping
 from offload.sizes import parse_duration, parse_size
 from offload.storage.drain import Drain, drained_copies
@@ -31,10 +32,13 @@ from offload.storage.engine import Engine
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.measured import measured_settings, nominal_rates
 from offload.storage.paced_engine import PacedEngine
+from offload.storage.spill import Spill
 from offload.storage.stalls import Stall
-from offload.storage.store import BlockStore, PathStats
+from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
+from offload.storage.store_stats import PathStats
 from offload.storage.summary import has_commit
+from offload.streaming.activations import ActivationOptions
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.swap import Streamed
 from offload.streaming.unit_modules import UnitRules
@@ -75,6 +79,15 @@ class SessionStats:
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int | None = None
+    activation_offload_bytes: int = 0
+    """Of saved activations that were moved to host memory or storage."""
+    activation_kept_bytes: int = 0
+    """Of those that should have been, and stayed for lack of room."""
+    activation_hits: int = 0
+    """Times that a moved one was there when backward asked for it."""
+    activation_misses: int = 0
+    activation_offload_peak_bytes: int = 0
+    """Most bytes of activations away at one time."""
     registered_bytes: int = 0
     """Of slots and windows that the kernel was told of beforehand, so that it does not look their
     pages up at each transfer; 0 where no path uses io_uring or RLIMIT_MEMLOCK does not allow it."""
@@ -298,6 +311,7 @@ class Session:
             building=self._building,
             resume=self._resume_point if name is None else None,
             device=self._device,
+            make_spill=self._make_spill if self._store is not None else None,
         )
         try:
             wrapped.open()
@@ -455,6 +469,7 @@ class Session:
         accesses = counters.accesses if counters else 0
         hits = counters.prefetch_hits if counters else 0
         moved = wrapped.moved()
+        activations = wrapped.activations
         return SessionStats(
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
@@ -473,6 +488,11 @@ class Session:
             registered_bytes=self._registered_bytes,
             host_peak_bytes=sum(each.host_peak_bytes for each in [wrapped, *self._beside]),
             device_peak_bytes=self._device_peak_bytes(),
+            activation_offload_bytes=activations.offload_bytes,
+            activation_kept_bytes=activations.kept_bytes,
+            activation_hits=activations.hits,
+            activation_misses=activations.misses,
+            activation_offload_peak_bytes=activations.peak_bytes,
             completed_steps=wrapped.completed_steps,
             committed_step=self._committed_step,
             paths=io.paths if io else (),
@@ -505,11 +525,11 @@ class Session:
         if paths:
             return [Path(path) / STORE_NAME for path in paths]
         policy = self.config.policy
-        if "storage" in (policy.parameters, policy.optimizer):
+        if "storage" in (policy.parameters, policy.optimizer, self.config.activations.offload):
             raise ConfigError(
-                "cannot keep parameters or optimizer state on storage: expected a directory in "
-                "`paths` or `store`, found none; name one, or choose `policy={'parameters': "
-                "'host', 'optimizer': 'host'}`"
+                "cannot keep parameters, optimizer state or activations on storage: expected a "
+                "directory in `paths` or `store`, found none; name one, or choose "
+                "`policy={'parameters': 'host', 'optimizer': 'host'}`"
             )
         return []
 
@@ -587,7 +607,10 @@ class Session:
         for name in names[:-keep_last] if keep_last else []:
             # What is still being copied is deleted with a later one.
             if self._drain is None or not self._drain.is_draining(name):
-                store.delete_checkpoint(name)
+                try:
+                    store.delete_checkpoint(name)
+                except StorageError as error:  # as where a path is read-only by now
+                    _log.warning("%s; it is kept, and so are its blocks", error)
 
     def _advise(self) -> str:
         """Returns from which copy a run can go on whose paths are lost."""
@@ -636,10 +659,31 @@ class Session:
             gradient_dtype=config.train.gradient_dtype,
             prefetch_distance=config.policy.prefetch,
             is_training=training,
+            activations=self._activation_options(),
             units=UnitRules.of(config.units),
             name=name,
             overlap=config.policy.overlap if config.offload else "none",
         )
+
+    def _activation_options(self) -> ActivationOptions:
+        asked = self.config.activations
+        moves = asked.offload if self.config.offload else "none"
+        if moves == "host" and self.config.tiers.device.kind == "cpu":
+            _log.warning(
+                "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
+                "within it; `storage` frees it"
+            )
+        return ActivationOptions(
+            checkpoint=asked.checkpoint,
+            offload=moves,
+            threshold_bytes=asked.threshold,
+            plan=plan_activations(
+                moves, memory_bytes=asked.memory, threshold_bytes=asked.threshold
+            ),
+        )
+
+    def _make_spill(self, place_bytes: int) -> Spill:
+        return Spill(self._store_paths, self._engines, place_bytes=place_bytes)
 
     def _require_place(self, training: bool, name: str | None) -> None:
         if name is None and self._wrapped is not None:

@@ -115,7 +115,18 @@ def check_options(options: UpdateOptions) -> None:
         )
     resolve_order(options.order)
     resolve_striping(options.striping)
-    if resolve_overlap(options.overlap) is None:
+    _check_overlap(options)
+
+
+def _check_overlap(options: UpdateOptions) -> None:
+    resolve_overlap(options.overlap)
+    if options.overlap in ("backward", "both"):
+        raise ConfigError(
+            f"cannot measure updates with `--overlap` {options.overlap}: expected `none` or "
+            "`forward`, as here the parameters stay in memory; measure a run with `offload bench "
+            "step`"
+        )
+    if options.overlap == "none":
         return
     if options.order != "resident" or options.baseline != "engine":
         raise ConfigError(

@@ -360,6 +360,27 @@ def schema(context: typer.Context, as_json: Json = False) -> None:
 bench_app.command(name="optim")(bench_optim)
 
 
+@bench_app.command()
+def step(
+    context: typer.Context,
+    config: Run,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the phases of RUN.toml's steps, without logging, saving or validation."""
+    from offload.config import load_config
+
+    output = _output(context, as_json)
+    settings = load_config(config, overrides or ())
+
+    from offload.bench.step import bench_step
+    from offload.cli.progress import PrintedSteps
+    from offload.cli.tables import render_train
+
+    progress = PrintedSteps(output.progress_console())
+    output.show(bench_step(settings, on_step=progress), render_train)
+
+
 def _output(context: typer.Context, as_json: bool) -> Output:
     output: Output = context.obj
     output.as_json = as_json

@@ -22,6 +22,8 @@ _RUN_FIGURES = (
     ("RSS before the run", "rss_baseline_bytes"),
     ("RSS peak", "rss_peak_bytes"),
     ("activations, peak", "activation_peak_bytes"),
+    ("    moved away per step", "activation_offload_bytes_per_step"),
+    ("    hit rate", "activation_hit_rate"),
     ("read per step", "read_bytes_per_step"),
     ("    by the formula", "formula_read_bytes_per_step"),
     ("written per step", "write_bytes_per_step"),

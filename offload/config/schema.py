@@ -286,8 +286,9 @@ class PolicyConfig(Section):
     `"proportional"` by the machine's profile, `"modulo"` record by record in turns, with a ratio
     as `"modulo:2:1"`, `"single"` on the first path that has room."""
     prefetch: CountOrZero
-    """Prefetch distance in units: how far ahead of use parameters are fetched. Each needs a slot
-    beside the one in use; 0 fetches on demand."""
+    """Prefetch distance in units: how far ahead of use parameters are fetched, at least. Each needs
+    a slot beside the one in use. Where fetches come late and there are more slots, it grows by the
+    rates at which units are fetched and used; 0 fetches on demand."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,6 +297,22 @@ class PolicyConfig(Section):
             # Under a pass the order is the pass's own: one that was asked for has its update alone.
             return {**values, "overlap": "forward" if values.get("order") == "resident" else "none"}
         return values
+
+
+class ActivationsConfig(Section):
+    """What becomes of activations between forward and backward; none of it changes a bit."""
+
+    checkpoint: Literal["none", "unit"] = "none"
+    """`"unit"` keeps only the inputs of each element of a module list and computes the rest again
+    in backward. Leave it out where the model has activation checkpoints of its own."""
+    offload: Literal["none", "host", "storage"] = "none"
+    """Where saved activations go until backward needs them. `"host"` frees a device's memory, not
+    the `cpu`'s; `"storage"` frees both. Without effect with `offload = false`."""
+    threshold: Size = 256 << 10
+    """Activations of fewer bytes stay where they are."""
+    memory: Size = 64 << 20
+    """Part of `tiers.host.memory` where they lie, or through which they go to storage. What finds
+    no room on the host stays on the device."""
 
 
 class CheckpointConfig(Section):
@@ -335,6 +352,8 @@ class Config(Section):
     """The levels of memory."""
     policy: PolicyConfig
     """What is kept where and moved when: in a file also the name of a preset, or a file."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """What becomes of activations between forward and backward."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Named commits kept beside the newest."""
 

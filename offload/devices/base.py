@@ -87,6 +87,10 @@ class Device(ABC):
         belongs to a storage object] in `offload.memory.storages`.
         """
 
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Returns a uint8 tensor in memory outside the arena, for `copy_in` to fill."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
     def register_host(self, memory: memoryview) -> None:
         """Makes host memory fit for asynchronous copies.
 

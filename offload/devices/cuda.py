@@ -177,6 +177,17 @@ class CudaDevice(Device):
         weakref.finalize(owner, die).atexit = False
         return torch.as_tensor(owner, device=self._device)
 
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        base = super().empty(num_bytes)
+        if num_bytes:
+            # torch may give memory that work before now on this stream still uses.
+            event = _cuda.Event()
+            event.record(_cuda.current_stream(self._device))
+            with self._lock:
+                self._last_uses[base.data_ptr()] = event
+            base.record_stream(self._in)
+        return base
+
     def register_host(self, memory: memoryview) -> None:
         if len(memory):
             self._registration.register(_address(memory), len(memory))

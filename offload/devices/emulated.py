@@ -9,6 +9,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -101,6 +102,16 @@ class EmulatedDevice(Device):
         if len(region):
             address = base.data_ptr()
             self._not_valid[address] = set()
+        return base
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        base = super().empty(num_bytes)
+        if num_bytes:
+            _poison(memory_of(base))
+            address = base.data_ptr()
+            self._not_valid[address] = set()
+            die = weakref.finalize(base.untyped_storage(), self._not_valid.pop, address, None)
+            die.atexit = False
         return base
 
     def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:

@@ -6,6 +6,7 @@ from typing import Literal
 from offload.errors import PlanError
 from offload.layout import DTYPES, ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
+from offload.plan.activations import ActivationPlan
 from offload.sizes import format_size, round_up
 
 Placement = Literal["host", "storage"]
@@ -41,6 +42,9 @@ class HostPlan:
     """Records whose state stays in memory between steps."""
     smallest_bytes: int
     """The smallest budget with which this model and these placements run."""
+    activation_bytes: int = 0
+    """For saved activations: where they lie, or through which they go to storage."""
+    activation_slot_bytes: int = TRANSFER_ALIGNMENT
 
     @property
     def buffer_bytes(self) -> int:
@@ -61,6 +65,7 @@ class HostPlan:
             + self.slot_bytes * self.num_slots
             + self.buffer_bytes * self.num_buffers
             + self.state_buffer_bytes * self.num_cached
+            + self.activation_bytes
         )
 
     @property
@@ -72,6 +77,10 @@ class HostPlan:
     def fits(self) -> bool:
         return self.smallest_bytes <= self.budget_bytes
 
+    def _for_activations(self) -> str:
+        taken = self.activation_bytes
+        return f", {format_size(taken)} for activations" if taken else ""
+
     def require_fit(self) -> None:
         """Raises PlanError if the budget is below the smallest."""
         if not self.fits:
@@ -80,9 +89,9 @@ class HostPlan:
                 f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: "
                 f"{format_size(self.gradient_bytes)} of gradients, "
                 f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
-                f"resident, slots and window), found {self.budget_bytes} bytes "
-                f"({format_size(self.budget_bytes)}); raise `tiers.host.memory` to "
-                f'"{-(-self.smallest_bytes // (1 << 20))}MiB"'
+                f"resident, slots and window{self._for_activations()}), found "
+                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
+                f'`tiers.host.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
             )
 
 
@@ -98,6 +107,7 @@ def plan_host(
     keeps_records: bool = False,
     is_training: bool = True,
     is_unified: bool = True,
+    activations: ActivationPlan | None = None,
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -107,7 +117,9 @@ def plan_host(
         keeps_records: Whether the order finds records in memory: what is left is their cache.
         is_unified: Whether the device computes in host memory. Else slots stage what is on its
             way between storage and the device.
+        activations: What of them moves through host memory.
     """
+    moved = activations if activations is not None and is_training else ActivationPlan()
     gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
     on_host = parameters == "host"
     resident_parameters = layout.parameter_bytes if on_host else 0
@@ -120,7 +132,7 @@ def plan_host(
         parameter_buffer = max((r.padded_parameter_bytes for r in layout.records), default=0)
     buffer_bytes = state_buffer + parameter_buffer
 
-    fixed = gradient_bytes + resident_parameters + resident_state
+    fixed = gradient_bytes + resident_parameters + resident_state + moved.memory_bytes
     min_slots = 0 if on_host else co_resident_units if is_unified else 1
     min_buffers = 1 if buffer_bytes else 0
     smallest = fixed + min_slots * slot_bytes + min_buffers * buffer_bytes
@@ -154,6 +166,8 @@ def plan_host(
         num_buffers=min_buffers + extra_buffers,
         num_cached=cached,
         smallest_bytes=smallest,
+        activation_bytes=moved.memory_bytes,
+        activation_slot_bytes=moved.slot_bytes,
     )
 
 

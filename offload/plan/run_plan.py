@@ -36,6 +36,8 @@ class RunPlan:
     num_paths: int = 1
     warnings: tuple[str, ...] = ()
     """What makes the run less safe than it could be."""
+    activations: dict[str, str] = field(default_factory=dict)
+    """What becomes of activations."""
     choices: Choices | None = None
     """The run's policy."""
     savings: tuple[Saving, ...] = ()
@@ -103,6 +105,7 @@ class RunPlan:
             },
             "give_up": [asdict(saving) for saving in self.savings],
             "policy": self.policy,
+            "activations": self.activations,
             "choices": [asdict(choice) for choice in self._explained()],
             "co_resident": self._co_resident(),
             "not_covered": [each.to_json() for each in self._not_covered()],

@@ -91,6 +91,17 @@ class ModelBytes:
         )
 
 
+def kept_for_backward_bytes(layout: ModelLayout, num_slots: int) -> int:
+    """Returns the bytes of the last units of forward, one for each slot, which stay for backward.
+
+    Args:
+        layout: Of the model; its units are in the order in which forward uses them.
+        num_slots: Slots for units, without those that calls hold beside the unit in use.
+    """
+    last = layout.units[-num_slots:] if num_slots > 0 else ()
+    return sum(placed.facts.num_bytes for unit in last for placed in unit.parameters())
+
+
 def step_traffic(
     model: ModelBytes,
     *,

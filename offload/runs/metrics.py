@@ -41,6 +41,8 @@ class StepMetrics:
     stalls: list[dict[str, Any]] = field(default_factory=list)
     """Waits of the calling thread, longest first: `waits_for` (`path` and its directory, `kernel`
     or `link`), their `cause`, `duration_s` and `count`."""
+    activation_offload_bytes: int = 0
+    """Of saved activations that were moved to host memory or storage."""
     skipped: bool = False
     """True where the norm was not finite: the state is untouched."""
     validation_loss: float | None = None

@@ -47,6 +47,7 @@ def pass_shape(config: Config) -> str | None:
         f"gpt width={model.width} heads={model.heads} context={model.context} "
         f"vocabulary={model.vocabulary} {model.dtype} batch={train.batch} "
         f"gradients={train.gradient_dtype}"
+        + (" checkpoint=unit" if config.activations.checkpoint == "unit" else "")
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
+from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
 from offload.plan.host import HostPlan, plan_host
@@ -18,7 +19,12 @@ from offload.plan.machine_profile import MachineProfile, PathProfile, read_profi
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
-from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
+from offload.plan.traffic import (
+    ModelBytes,
+    StepTraffic,
+    kept_for_backward_bytes,
+    step_traffic,
+)
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.sizes import MIB, parse_duration
@@ -59,8 +65,14 @@ def plan_run(
         host=host,
         storage=_plan_storage(config, layout, host, stores) if host is not None else None,
         device=_plan_device(config, layout, discovered),
+        activations={
+            "checkpoint": config.activations.checkpoint,
+            "offload": config.activations.offload if config.offload else "none",
+        },
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host),
+        traffic=plan_traffic(
+            config, layout, host, kept=_kept_bytes(config, layout, discovered, host)
+        ),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -94,13 +106,16 @@ def choices_of(config: Config) -> Choices:
     )
 
 
-def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> StepTraffic:
+def plan_traffic(
+    config: Config, layout: ModelLayout, host: HostPlan | None, *, kept: int = 0
+) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
     Args:
         config: Of the run.
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
+        kept: Parameter bytes that a backward does not read.
     """
     return step_traffic(
         ModelBytes.of(layout),
@@ -108,6 +123,23 @@ def plan_traffic(config: Config, layout: ModelLayout, host: HostPlan | None) -> 
         optimizer=_placement(config.policy.optimizer) if config.offload else "host",
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+        kept_backward_bytes=[kept] * config.train.micro_steps,
+    )
+
+
+def _kept_bytes(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> int:
+    """Returns the bytes of units that stay for backward, or that backward does not ask for."""
+    device = _plan_device(config, layout, discovered)
+    num_slots = 0 if host is None else host.num_slots
+    if device is not None:
+        num_slots = device.num_slots
+    num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
+    first_kept = len(layout.units) - num_free
+    not_asked_for = (i for i in discovered.lookup_units() if i < first_kept)
+    return kept_for_backward_bytes(layout, num_free) + sum(
+        discovered.units[index].num_bytes for index in not_asked_for
     )
 
 
@@ -146,8 +178,12 @@ def _require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
-    for directory in existing_directories(config, stores):
-        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+    directories = existing_directories(config, stores)
+    writable = [d.is_dir() and os.access(d, os.W_OK | os.X_OK) for d in directories]
+    for index, directory in enumerate(directories):
+        # A store that is gone on with leaves out what cannot be written any more.
+        is_part_of_store = bool(stores) and directory == stores[index] and any(writable)
+        if not writable[index] and not is_part_of_store:
             raise ConfigError(
                 f"cannot store a run under `{directory}`: expected a writable directory, found one "
                 "that is read-only or belongs to another user, or a file; choose another "
@@ -172,6 +208,11 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
         prefetch_distance=config.policy.prefetch,
         keeps_records=bool(resolve_order(config.policy.order).kept(1, 1, step=1)),
         is_unified=config.tiers.device.kind == "cpu",
+        activations=plan_activations(
+            config.activations.offload,
+            memory_bytes=config.activations.memory,
+            threshold_bytes=config.activations.threshold,
+        ),
     )
 
 

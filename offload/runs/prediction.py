@@ -38,6 +38,7 @@ from offload.runs.rss import current_rss_bytes
 from offload.runs.warm_up import warm_up
 from offload.storage.engine import Engine
 from offload.storage.measured import measured_settings
+from offload.streaming.activation_store import STORAGES_UNDER_WAY
 
 _PATIENCE = 2.5
 """A plan has no steps that would correct what a short probe got wrong."""
@@ -121,12 +122,19 @@ class _Measurement:
             other_s=passes.other_s + layers * passes.other_layer_s,
             tokens=tokens_per_step(config),
         )
-        activations = passes.activation_bytes + layers * passes.activation_layer_bytes
+        activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
         return replace(
             prediction,
             rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes(),
             activation_bytes=round(activations),
         )
+
+    def _kept_layers(self) -> int:
+        """Returns of how many layers the activations that outlive their forward are in memory."""
+        config, layers = self._config, self._config.model.layers
+        if config.offload and moves_block_inputs(config):
+            return min(layers, 2 * STORAGES_UNDER_WAY)
+        return layers
 
     def _baseline_bytes(self) -> int:
         """Returns what the process holds before the run's own memory: imports, data, warm-up."""
@@ -239,6 +247,15 @@ class _Measurement:
             host_bytes=plan.host.budget_bytes if plan.host else plan.in_memory_bytes,
             storage_bytes=plan.storage.planned_bytes if plan.storage else 1 << 28,
         )
+
+
+def moves_block_inputs(config: Config) -> bool:
+    """Returns whether all that is saved between the layers of a built-in model is moved away."""
+    model, asked = config.model, config.activations
+    itemsize = 4 if model.dtype == "float32" else 2
+    block_input_bytes = config.train.batch * model.context * model.width * itemsize
+    is_moved = asked.offload != "none" and block_input_bytes >= asked.threshold
+    return is_moved and asked.checkpoint == "unit"
 
 
 def _now() -> str:

@@ -85,6 +85,9 @@ class StepRecorder:
             bound_s=bound.step_s if bound else None,
             achieved_over_bound=ratio(bound.step_s, times.step_s) if bound else None,
             committed=facts.committed,
+            activation_offload_bytes=(
+                after.activation_offload_bytes - before.activation_offload_bytes
+            ),
             skipped=facts.outcome.skipped,
             validation_loss=facts.validation_loss,
             written_bytes_per_day=_per_day(moved.write_bytes, times.step_s),

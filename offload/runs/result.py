@@ -30,8 +30,8 @@ class TrainResult:
     skipped_steps: int
     loss: float | None
     losses: list[float]
-    validation_loss_before: float
-    validation_loss_after: float
+    validation_loss_before: float | None
+    validation_loss_after: float | None
     state_digest: str
     parameters: int
     state_bytes: int
@@ -42,6 +42,10 @@ class TrainResult:
     rss_baseline_bytes: int
     rss_peak_bytes: int
     activation_peak_bytes: int
+    activation_offload_bytes_per_step: int | None
+    """Of saved activations that were moved to host memory or storage."""
+    activation_hit_rate: float | None
+    """The part of those that were there when backward asked for them."""
     commit_bytes: int
     read_bytes_per_step: int | None
     write_bytes_per_step: int | None
@@ -92,6 +96,7 @@ class StepMedians:
 
     read_bytes: int | None
     write_bytes: int | None
+    activation_offload_bytes: int | None
     step_s: float | None
     forward_s: float | None
     backward_s: float | None
@@ -117,6 +122,9 @@ class StepMedians:
         return StepMedians(
             read_bytes=_whole(_median(step.read_bytes for step in measured)),
             write_bytes=_whole(_median(step.write_bytes for step in measured)),
+            activation_offload_bytes=_whole(
+                _median(step.activation_offload_bytes for step in measured)
+            ),
             step_s=_median(step.step_s for step in measured),
             forward_s=_median(step.forward_s for step in measured),
             backward_s=_median(step.backward_s for step in measured),

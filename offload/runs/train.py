@@ -37,6 +37,7 @@ def run_training(
     run_dir: str | Path | None = None,
     resume: Resume = None,
     progress: Progress | None = None,
+    validates: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
 
@@ -45,6 +46,7 @@ def run_training(
         run_dir: A new directory, or an existing one with `resume`; None makes one.
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
+        validates: False leaves validation out before the first and after the last step.
 
     Raises:
         ConfigError: The config, a path or the data is wrong; nothing was written.
@@ -70,6 +72,7 @@ def run_training(
         machine=machine,
         text=text,
         progress=progress,
+        validates=validates,
     ).execute()
     if machine is not None:
         machine = _probe_again(machine, config, plan, directory)
@@ -165,6 +168,10 @@ def _result(
         rss_baseline_bytes=summary.rss_baseline_bytes,
         rss_peak_bytes=summary.rss_peak_bytes,
         activation_peak_bytes=summary.activation_bytes + _logits_bytes(config),
+        activation_offload_bytes_per_step=medians.activation_offload_bytes,
+        activation_hit_rate=ratio(
+            stats.activation_hits, stats.activation_hits + stats.activation_misses
+        ),
         commit_bytes=stats.commit_bytes,
         read_bytes_per_step=medians.read_bytes,
         write_bytes_per_step=medians.write_bytes,

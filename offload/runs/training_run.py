@@ -40,8 +40,9 @@ class RunSummary:
     done: int
     """Steps done in all."""
     stopped_by: str | None
-    loss_before: float
-    loss_after: float
+    loss_before: float | None
+    """None where nothing was validated."""
+    loss_after: float | None
     digest: str
     stats: SessionStats
     rss_baseline_bytes: int
@@ -68,7 +69,9 @@ class TrainingRun:
         machine: Machine | None,
         text: Text,
         progress: Progress | None,
+        validates: bool = True,
     ) -> None:
+        self._validates = validates
         self._config = config
         self._directory = directory
         self._text = text
@@ -101,9 +104,11 @@ class TrainingRun:
             loop = self._build(session)
             first_step = self._restore(session) + 1
             self._recovery_s = time.perf_counter() - started_s
-            loss_before = loop.validate()
+            loss_before = loop.validate() if self._validates else None
             done = self._run_steps(first_step, loop, session, stop)
-            loss_after = loop.validate() if done >= first_step else loss_before
+            loss_after = loss_before
+            if done >= first_step and self._validates:
+                loss_after = loop.validate()
             if self._commits and self._committed != done:
                 self._commit(done, session)
             if done < self._config.train.steps:

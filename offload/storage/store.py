@@ -1,40 +1,39 @@
 """The copy-on-write block store: records in, records out, commits that survive `kill -9`."""
 
 import enum
+import errno
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from offload.errors import ConfigError, CorruptStateError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 from offload.policy import Striping, resolve_striping
 from offload.sizes import MIB, format_size
-from offload.storage.commits import CommitReport, Commits
-from offload.storage.data_file import DataFile, data_file_name, is_data_file_name
+from offload.storage.commits import CommitReport
+from offload.storage.data_file import DataFile, data_file_name
 from offload.storage.engine import Priority
 from offload.storage.extents import Version
-from offload.storage.manifest import Manifest
-from offload.storage.manifest_files import (
-    ManifestFiles,
-    is_checkpoint_file,
-    is_manifest_name,
-    require_checkpoint_name,
-)
+from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.opening import FoundStore, find_store
-from offload.storage.ownership import OWNER_FILE, Ownership
-from offload.storage.path_rates import PathRates
-from offload.storage.placement import Placement
-from offload.storage.record_transfers import RecordTransfers
-from offload.storage.room import Room
-from offload.storage.store_paths import OpenPath, PathEngine, PathUse, StorePath
+from offload.storage.ownership import Ownership
+from offload.storage.recovery import configs_of, load_commit, require_readable, settle_paths
+from offload.storage.store_directories import (
+    check_distinct,
+    check_replaceable,
+    delete_leftovers,
+    make_directories,
+)
+from offload.storage.store_parts import StoreParts, make_parts
+from offload.storage.store_paths import OpenPath, PathEngine, StorePath
+from offload.storage.store_stats import BlockPlace, PathStats, StoreStats
 from offload.storage.tickets import StoreTicket
-from offload.storage.versions import VersionTable
 
 _log = logging.getLogger("offload.storage")
 
 _LEAST_ALIGNMENT = 4096
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class StoreState(enum.Enum):
@@ -46,47 +45,6 @@ class StoreState(enum.Enum):
     """This process owns the directory."""
     READ_ONLY = "open for reading"
     """Nothing is owned; another process may own the directory and rewrite blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """Cumulative counters since the store was opened, and its size now."""
-
-    read_bytes: int
-    """Of records, padding included."""
-    write_bytes: int
-    """Of records, padding included."""
-    commit_bytes: int
-    """Of manifests."""
-    checkpoint_read_bytes: int
-    """Of records of checkpoints, to copy them elsewhere."""
-    live_bytes: int
-    """In blocks that a version, committed or current, or a reader needs."""
-    file_bytes: int
-    """Of the data files, free blocks included."""
-    paths: "tuple[PathStats, ...]" = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathStats:
-    """Counters of one path since the store was opened, and its state now."""
-
-    root: Path
-    use: str
-    read_bytes: int
-    write_bytes: int
-    live_bytes: int
-    round_trip_bytes_per_s: float | None
-    """Bytes in and out again each second, as measured lately."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPlace:
-    """Where a block of a record lies."""
-
-    root: Path
-    file: str
-    offset: int
 
 
 class BlockStore:
@@ -141,7 +99,7 @@ class BlockStore:
             self._configs = [StorePath(root=Path(root), capacity_bytes=capacity_bytes)]
         else:
             self._configs = list(root)
-        _check_distinct([config.root for config in self._configs])
+        check_distinct([config.root for config in self._configs])
         self.root = self._configs[0].root
         self.block_bytes = block_bytes
         self.alignment = _LEAST_ALIGNMENT
@@ -152,7 +110,7 @@ class BlockStore:
         self._advise = advise
         self._state = StoreState.CLOSED
         self._ownerships: list[Ownership] = []
-        self._parts: _Parts | None = None
+        self._parts: StoreParts | None = None
 
     @property
     def roots(self) -> list[Path]:
@@ -185,15 +143,15 @@ class BlockStore:
         self._require(StoreState.CLOSED, what="create")
         roots = [config.root for config in self._configs]
         for root in roots:
-            _check_replaceable(root)
+            check_replaceable(root)
         created_in = list(roots)
         for root in roots:
-            created_in.extend(_make_directories(root))
+            created_in.extend(make_directories(root))
         try:
             self._own(roots)
             for root in roots:
-                _check_replaceable(root)  # it may have changed before the store was owned
-                _delete_leftovers(root)
+                check_replaceable(root)  # it may have changed before the store was owned
+                delete_leftovers(root)
             self._start(self._configs, creates=range(len(roots)), store_id=uuid.uuid4().hex)
             self._open_parts.commits.start_empty(tuple(dict.fromkeys(created_in)))
         except BaseException:
@@ -219,10 +177,11 @@ class BlockStore:
         roots = [config.root for config in self._configs]
         found = find_store(roots)  # before anything is written where no store is
         try:
+            refused: dict[Path, StorageError] = {}
             if not read_only:
-                self._own([root for root in found.roots if root is not None])
+                refused = self._own_writable([root for root in found.roots if root is not None])
                 found = find_store(roots)
-            self._recover(found, read_only=read_only)
+            self._recover(found, read_only=read_only, refused=refused)
         except BaseException:
             self.close()
             raise
@@ -504,7 +463,7 @@ class BlockStore:
             paths=tuple(self._path_stats(parts, path) for path in parts.paths),
         )
 
-    def _path_stats(self, parts: "_Parts", path: OpenPath) -> PathStats:
+    def _path_stats(self, parts: StoreParts, path: OpenPath) -> PathStats:
         read_bytes, write_bytes = parts.transfers.bytes_on(path.index)
         return PathStats(
             root=path.root,
@@ -523,7 +482,27 @@ class BlockStore:
             ownership.acquire()
             self._ownerships.append(ownership)
 
-    def _recover(self, found: FoundStore, *, read_only: bool) -> None:
+    def _own_writable(self, roots: Sequence[Path]) -> dict[Path, StorageError]:
+        """Owns the directories that can be written; returns the errors of the others.
+
+        Raises:
+            StorageError: None of them can be written.
+        """
+        refused: dict[Path, StorageError] = {}
+        for root in roots:
+            try:
+                self._own([root])
+            except StorageError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+                refused[root] = error
+        if refused and not self._ownerships:
+            raise next(iter(refused.values()))
+        return refused
+
+    def _recover(
+        self, found: FoundStore, *, read_only: bool, refused: Mapping[Path, StorageError]
+    ) -> None:
         manifest = found.manifest
         if manifest.block_bytes != self.block_bytes:
             _log.warning(
@@ -533,87 +512,37 @@ class BlockStore:
                 format_size(self.block_bytes),
             )
             self.block_bytes = manifest.block_bytes
-        self._require_readable(found)
-        configs = self._configs_of(found, read_only=read_only)
+        advice = self._advise() if self._advise is not None else ""
+        require_readable(found, root=self.root, advice=advice)
+        configs = configs_of(found, self._configs, read_only=read_only)
         added = range(manifest.num_paths, len(configs))
         created_in: list[Path] = []
         for index in added:
-            _check_replaceable(configs[index].root)
-            created_in.extend((configs[index].root, *_make_directories(configs[index].root)))
+            check_replaceable(configs[index].root)
+            created_in.extend((configs[index].root, *make_directories(configs[index].root)))
         self._own([configs[index].root for index in added])
         for index in added:
-            _delete_leftovers(configs[index].root)
+            delete_leftovers(configs[index].root)
         self._start(
             configs,
             creates=added,
             read_only=read_only,
+            unwritable=refused.keys(),
             store_id=manifest.store_id or uuid.uuid4().hex,
         )
-        self._load(manifest, created_in=tuple(created_in), read_only=read_only)
-        if not read_only:
-            self._settle_paths(found)
-
-    def _load(self, manifest: Manifest, *, created_in: tuple[Path, ...], read_only: bool) -> None:
         parts = self._open_parts
         for path in parts.paths:
-            if read_only:  # what is missing shows when it is read, so that all else can be
-                parts.versions.grow(path.index, manifest.end_block(path.index))
-            else:
-                self._check_not_truncated(manifest, path)
-        parts.versions.load(manifest.records)
-        checkpoints: dict[str, Manifest] = {}
-        for name, kept in _read_checkpoints(parts.paths, manifest).items():
-            try:
-                for path in parts.paths:
-                    if read_only:
-                        parts.versions.grow(path.index, kept.end_block(path.index))
-                parts.versions.load_checkpoint(name, kept.records)
-                checkpoints[name] = kept
-            except CorruptStateError as error:
-                _log.warning("%s", error)
-        parts.commits.start_after(manifest, checkpoints=checkpoints, created_in=created_in)
-
-    def _configs_of(self, found: FoundStore, *, read_only: bool) -> list[StorePath]:
-        """Returns the configuration of each path: what was asked for, or where it is."""
-        asked = {config.root: config for config in self._configs}
-        configs = []
-        for index in range(found.manifest.num_paths):
-            root = found.directory(index)
-            configs.append(asked.pop(root) if root in asked else StorePath(root=root))
-        known = {config.root.resolve() for config in configs}
-        new = [config for config in asked.values() if config.root.resolve() not in known]
-        # A directory that is asked for and has none of the store's data files is a new path.
-        return configs if read_only else configs + new
-
-    def _settle_paths(self, found: FoundStore) -> None:
-        """Deletes what unfinished commits left, and leaves out the paths not asked for any more."""
-        asked = {config.root.resolve() for config in self._configs}
-        for path in self._open_parts.paths:
-            path.manifests.delete_temporaries()
-            if path.index < found.manifest.num_paths and path.root.resolve() not in asked:
-                path.use = PathUse.LEFT_OUT
-                _log.warning(
-                    "path `%s` of store `%s` is not asked for any more: it takes no new blocks, "
-                    "what is on it is still read",
-                    path.root,
-                    self.root,
-                )
-
-    def _require_readable(self, found: FoundStore) -> None:
-        for index, root in enumerate(found.roots):
-            if root is None and found.manifest.uses(index):
-                where = found.directory(index)
-                used = sum(
-                    any(extent.path_index == index for extent in version.extents)
-                    for version in found.manifest.records.values()
-                )
-                advice = self._advise() if self._advise is not None else ""
-                raise CorruptStateError(
-                    f"cannot open store `{self.root}`: data file `{where / data_file_name(index)}` "
-                    f"is missing: expected it, as {used} of {len(found.manifest.records)} records "
-                    "have blocks there; mount the path again or restore the file from a copy, "
-                    f"else these records are lost{'; ' + advice if advice else ''}"
-                )
+            if path.root in refused:
+                path.leave_out(refused[path.root])
+        load_commit(
+            parts,
+            manifest,
+            created_in=tuple(created_in),
+            read_only=read_only,
+            describe=self._describe,
+        )
+        if not read_only:
+            settle_paths(parts.paths, found, root=self.root, wanted=self._configs)
 
     def _start(
         self,
@@ -622,12 +551,14 @@ class BlockStore:
         creates: Sequence[int],
         store_id: str,
         read_only: bool = False,
+        unwritable: Container[Path] = (),
     ) -> None:
         paths: list[OpenPath] = []
         try:
             for index, config in enumerate(configs):
                 data = DataFile(config.root, path_index=index, block_bytes=self.block_bytes)
-                data.open(create=index in creates, read_only=read_only)
+                is_read_only = read_only or config.root in unwritable
+                data.open(create=index in creates, read_only=is_read_only)
                 engine = self._engines[min(index, len(self._engines) - 1)]
                 paths.append(OpenPath(config, index=index, engine=engine, data=data))
         except BaseException:
@@ -635,7 +566,16 @@ class BlockStore:
                 path.data.close()
             raise
         self.alignment = max(_LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
-        self._parts = self._make_parts(paths, store_id=store_id, read_only=read_only)
+        self._parts = make_parts(
+            paths,
+            store_id=store_id,
+            block_bytes=self.block_bytes,
+            alignment=self.alignment,
+            striping=self._striping or resolve_striping("adaptive"),
+            describe=self._describe,
+            advise=self._advise or (lambda: ""),
+            read_only=read_only,
+        )
         if self.block_bytes % self.alignment:
             raise StoreError(
                 f"cannot use store `{self.root}` on this device: expected blocks that are "
@@ -643,58 +583,8 @@ class BlockStore:
                 f"{self.block_bytes}; use larger blocks"
             )
 
-    def _make_parts(self, paths: list[OpenPath], *, store_id: str, read_only: bool) -> "_Parts":
-        versions = VersionTable(
-            block_bytes=self.block_bytes, num_blocks=[path.data.num_blocks() for path in paths]
-        )
-        commits = Commits(paths, versions=versions, block_bytes=self.block_bytes, store_id=store_id)
-        rates = PathRates(
-            [path.engine.stats for path in paths],
-            live_bytes=lambda index: versions.num_taken_on(index) * self.block_bytes,
-        )
-        placement = Placement(
-            paths,
-            versions=versions,
-            striping=self._striping or resolve_striping("adaptive"),
-            rates=rates,
-            block_bytes=self.block_bytes,
-        )
-        room = Room(paths, versions=versions, placement=placement, block_bytes=self.block_bytes)
-        transfers = RecordTransfers(
-            paths=paths,
-            versions=versions,
-            placement=placement,
-            rates=rates,
-            block_bytes=self.block_bytes,
-            alignment=self.alignment,
-            describe=self._describe,
-            is_superseded=lambda: read_only and commits.is_superseded(),
-            advise=self._advise or (lambda: ""),
-        )
-        return _Parts(
-            paths=paths,
-            versions=versions,
-            transfers=transfers,
-            room=room,
-            commits=commits,
-            rates=rates,
-        )
-
-    def _check_not_truncated(self, manifest: Manifest, path: OpenPath) -> None:
-        num_blocks = path.data.num_blocks()
-        for record, version in manifest.records.items():
-            for extent in version.extents:
-                if extent.path_index == path.index and extent.end_block > num_blocks:
-                    what = f" ({self._describe(record)})" if self._describe else ""
-                    raise CorruptStateError(
-                        f"record `{record}`{what} is damaged: file `{path.data.path}` is "
-                        f"truncated: expected at least {extent.end_block * self.block_bytes} "
-                        f"bytes, found {num_blocks * self.block_bytes} in whole blocks; restore "
-                        "the file from a copy or resume from another checkpoint"
-                    )
-
     @property
-    def _open_parts(self) -> "_Parts":
+    def _open_parts(self) -> StoreParts:
         if self._parts is None:
             raise StoreError(
                 f"store `{self.root}` is closed: expected it to be open; call `open` or `create`"
@@ -707,94 +597,3 @@ class BlockStore:
                 f"cannot {what} store `{self.root}`: expected it to be {state.value}, found it "
                 f"{self._state.value}; call `create`, `open` or `close` first"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What a store has from open to close."""
-
-    paths: list[OpenPath]
-    versions: VersionTable
-    transfers: RecordTransfers
-    room: Room
-    commits: Commits
-    rates: PathRates
-
-
-def _check_distinct(roots: Sequence[Path]) -> None:
-    resolved = [root.resolve() for root in roots]
-    for root in roots:
-        if resolved.count(root.resolve()) > 1:
-            raise ConfigError(
-                f"cannot make a store with directory `{root}` twice: expected a directory of its "
-                "own on each path; name each path once"
-            )
-
-
-def _check_replaceable(root: Path) -> None:
-    """Checks that nothing in `root` is worth keeping or another's."""
-    try:
-        names = sorted(path.name for path in root.iterdir())
-    except FileNotFoundError:
-        return
-    except NotADirectoryError as error:
-        raise _not_replaceable(root, "a file") from error
-    files = ManifestFiles(root)
-    if files.sequences() or files.checkpoint_names():
-        raise StoreError(
-            f"cannot create store `{root}`: expected no commit there, found one; "
-            "open it (resume), or use another directory"
-        )
-    foreign = [name for name in names if not _is_own(name)]
-    if foreign or (names and OWNER_FILE not in names):
-        raise _not_replaceable(root, f"`{(foreign or names)[0]}`")
-
-
-def _not_replaceable(root: Path, found: str) -> StoreError:
-    return StoreError(
-        f"cannot create store `{root}`: expected no such directory, an empty one, or a "
-        f"store without a commit, found {found}; use another directory"
-    )
-
-
-def _is_own(name: str) -> bool:
-    is_manifest = is_manifest_name(name) or is_checkpoint_file(name)
-    # The owner file has companions for a moment, see `heartbeat.silent_s`.
-    return name.startswith(OWNER_FILE) or is_manifest or is_data_file_name(name)
-
-
-def _delete_leftovers(root: Path) -> None:
-    """Deletes what a run left that ended before its first commit."""
-    ManifestFiles(root).delete_temporaries()
-    for path in root.iterdir():
-        if is_data_file_name(path.name):
-            path.unlink()
-
-
-def _read_checkpoints(paths: Sequence[OpenPath], newest: Manifest) -> dict[str, Manifest]:
-    """Returns the newest manifest of each checkpoint; damaged ones are left with a warning."""
-    found: dict[str, Manifest] = {}
-    for path in paths:
-        for name in path.manifests.checkpoint_names():
-            try:
-                manifest = path.manifests.read_checkpoint(name)
-            except (CorruptStateError, FileNotFoundError) as error:
-                _log.warning("%s; it is not loaded from there", error)
-                continue
-            if manifest.store_id != newest.store_id or manifest.block_bytes != newest.block_bytes:
-                _log.warning("checkpoint `%s` in `%s` is of another store", name, path.root)
-            elif name not in found or manifest.sequence > found[name].sequence:
-                found[name] = manifest
-    return found
-
-
-def _make_directories(root: Path) -> tuple[Path, ...]:
-    """Makes `root` and what is missing above it; returns the directories made anew in."""
-    missing = []
-    at = root.absolute()
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
-    for directory in reversed(missing):
-        directory.mkdir(mode=0o700, exist_ok=True)
-    return tuple(directory.parent for directory in missing)

@@ -47,6 +47,16 @@ class DiscoveredModel:
     needs: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
     """For the module of each unit: every unit that a call of it uses, tied ones included."""
 
+    def lookup_units(self) -> set[int]:
+        """Returns the units that only embeddings use: backward asks for none of their weights."""
+        used_otherwise = {
+            index
+            for module, units in self.owners.items()
+            if not isinstance(module, nn.Embedding)
+            for index in units
+        }
+        return set(range(len(self.units))) - used_otherwise
+
     def prefix_units(self, prefix: str) -> None:
         """Puts `prefix` before the names of all units, under which a store keeps them."""
         for unit in self.units:

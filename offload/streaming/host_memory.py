@@ -22,6 +22,7 @@ class HostMemory:
         slots: Unit slots, or None where parameters are resident.
         states: Slots of records, in the window and cached; None where the state is resident.
         parameters: Slots of a record's parameters in the window; None where they are resident.
+        activations: Slots of pieces of activations; None where none are moved.
         transfers: The memory of all these slots: what the I/O engine moves all the time. A forked
             child does not have it.
     """
@@ -39,6 +40,7 @@ class HostMemory:
         states_end = slots_end + plan.state_buffer_bytes * num_states
         end = states_end + plan.parameter_buffer_bytes * plan.num_buffers
         self.transfers = arena.take(end, is_inherited=False)
+        activations = arena.take(plan.activation_bytes)
         self.budget.lease(plan.gradient_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
@@ -49,6 +51,7 @@ class HostMemory:
         self.parameters = self._pool(
             self.transfers[states_end:], plan.parameter_buffer_bytes, "parameters of records"
         )
+        self.activations = self._pool(activations, plan.activation_slot_bytes, "activations")
 
     def flat_parameters(self, layout: ModelLayout) -> dict[str, torch.Tensor]:
         """Returns the resident flat shards by name, each padded to the transfer alignment."""

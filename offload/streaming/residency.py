@@ -20,6 +20,7 @@ from offload.layout import Unit
 from offload.memory import Region, SlotPool
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import CopyState, StreamedUnit, Transfer
 
@@ -87,12 +88,13 @@ class Residency:
         self._pool = pool
         self._device = CpuDevice() if device is None else device
         self._tier = tier
-        self._prefetch_distance = prefetch_distance
+        self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
         # By the address of its slot: which unit a tensor seen by autograd belongs to.
         self._by_address: dict[int, StreamedUnit] = {}
         # Accessed last, and perhaps still in use by an operation of backward.
         self._current: StreamedUnit | None = None
+        self._used_since_s: float | None = None
 
     def unit_of(self, tensor: torch.Tensor) -> StreamedUnit | None:
         """Returns the resident unit whose slot holds `tensor`, if any."""
@@ -110,8 +112,8 @@ class Residency:
     def release_hold(self, index: int, *, evict: bool) -> None:
         """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
 
-        A unit whose next predicted use comes at once, in the same pass, stays. The slot that came
-        free takes what comes next: in a forward's end the same unit again, for backward.
+        One that is among the next that the trace predicts, as many as there are slots, stays: the
+        last units of forward are there for backward. A slot that came free takes what comes next.
         """
         unit = self.units[index]
         unit.num_holds -= 1
@@ -120,10 +122,10 @@ class Residency:
                 unit.find_kept()
             if unit.kept_names:
                 return
-            following = self.trace.next_access()
-            if following != Access(unit=index, is_backward=False):
+            num_held = sum(other.num_holds > 0 for other in self.units)
+            if not self.trace.is_among_next(index, self._pool.num_slots - num_held):
                 self.evict(unit)
-                self.prefetch()
+            self.prefetch()
 
     def drop_holds(self) -> None:
         """Ends every hold: no call runs, so what is held was left by one that was interrupted."""
@@ -145,23 +147,41 @@ class Residency:
         """
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+            self._note_use(unit)
         if unit.state is not CopyState.CLEAN:
-            self.counters.accesses += 1
-            self.counters.prefetch_hits += unit.state is CopyState.FETCHING and all(
-                transfer.done() for transfer in unit.transfers
-            )
-            self._tier.wait_readable(unit.layout)
-            if unit.state is CopyState.ABSENT:
-                self._start_fetch(unit, self._take_slot(unit), is_prefetch=False)
-            self._finish_fetch(unit)
+            self._bring(unit)
         unit.was_used = True
         self._current = unit
         if is_recorded:
             self.prefetch()
+            self._used_since_s = time.perf_counter()
         elif unit.hashes is None:
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
+
+    def _note_use(self, following: StreamedUnit) -> None:
+        """Notes how long the unit before `following` was in use."""
+        current, since_s = self._current, self._used_since_s
+        if current is not None and since_s is not None and current is not following:
+            duration_s = time.perf_counter() - since_s
+            self._distance.note_use(current.layout.num_bytes, duration_s=duration_s)
+
+    def _bring(self, unit: StreamedUnit) -> None:
+        """Ends the fetch of an absent unit, which begins now if it was not fetched ahead."""
+        was_ahead = unit.state is CopyState.FETCHING
+        was_complete = was_ahead and all(transfer.done() for transfer in unit.transfers)
+        self.counters.accesses += 1
+        self.counters.prefetch_hits += was_complete
+        self._tier.wait_readable(unit.layout)
+        if unit.state is CopyState.ABSENT:
+            self._start_fetch(unit, self._take_slot(unit), is_prefetch=False)
+        self._finish_fetch(unit)
+        if was_ahead:
+            within_s = time.perf_counter() - unit.fetched_since_s
+            self._distance.note_fetch(
+                unit.layout.num_bytes, within_s=within_s, was_late=not was_complete
+            )
 
     def look(self, index: int) -> None:
         """Fetches a unit for a look from outside a pass."""
@@ -171,7 +191,7 @@ class Residency:
         """Starts fetching what the trace predicts next, as far as slots allow."""
         ahead = 0
         for index in self.trace.upcoming():
-            if ahead >= self._prefetch_distance:
+            if ahead >= self._distance.units:
                 return
             ahead += 1
             unit = self.units[index]
@@ -199,6 +219,7 @@ class Residency:
 
     def evict_all(self) -> None:
         """Takes every unit out of its slot. None may be held."""
+        self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
 
@@ -210,6 +231,7 @@ class Residency:
 
     def evict_used(self) -> None:
         """Takes out what an earlier pass left behind; what is prefetched stays."""
+        self._used_since_s = None
         for unit in self.units:
             if unit.was_used and unit.num_holds == 0 and not unit.kept_names:
                 self.evict(unit)
@@ -232,6 +254,7 @@ class Residency:
         unit.move_to(CopyState.FETCHING)
         unit.base = base
         unit.was_used = False
+        unit.fetched_since_s = time.perf_counter()
         unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:

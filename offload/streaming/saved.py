@@ -7,6 +7,9 @@ user's), so that those keep their effect. A handle fetches its unit again in bac
 may be evicted at any time when no call holds it.
 """
 
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from offload.streaming.residency import Residency
 from offload.streaming.torch_private import (
     PackHook,
     UnpackHook,
+    is_in_backward,
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
 )
@@ -52,11 +56,20 @@ class Delegated:
     unpack: UnpackHook
 
 
-class SavedTensorHooks:
-    """The pair of hooks of one residency."""
+class HookPair(ABC):
+    """A pair of hooks that knows what lies below it."""
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
+    @abstractmethod
+    def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
+        """Returns what the graph keeps in the place of `tensor`."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Returns the tensor again.
+
+        Raises:
+            RuntimeError: It was modified in place since it was saved.
+        """
 
     def push(self) -> bool:
         """Puts the hooks on top of torch's stack, unless they are there already.
@@ -70,28 +83,24 @@ class SavedTensorHooks:
         push_saved_tensor_hooks(_Pack(self, below), self.unpack)
         return True
 
+
+class SavedTensorHooks(HookPair):
+    """The pair of hooks of one residency."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
         if type(tensor) in (torch.Tensor, nn.Parameter):
             unit = self._residency.unit_of(tensor)
             if unit is not None:
                 return self._handle_of(tensor, unit)
-        if below is None:
-            # Detached: the graph would keep itself alive through an output that it saved.
-            kept = tensor if tensor.grad_fn is None else tensor.detach()
-            return SavedTensor(tensor=kept, version=tensor._version)
-        return Delegated(packed=below[0](tensor), unpack=below[1])
+        return pack_below(tensor, below)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedParameter):
             return self._restore(packed)
-        if isinstance(packed, Delegated):
-            return packed.unpack(packed.packed)
-        assert isinstance(packed, SavedTensor)
-        tensor, found = packed.tensor, packed.tensor._version
-        if found != packed.version:
-            what = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            raise RuntimeError(_modified(what, found=found, expected=packed.version))
-        return tensor
+        return unpack_below(packed)
 
     def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
         offset = int(tensor.storage_offset())
@@ -109,12 +118,73 @@ class SavedTensorHooks:
         found = saved.binding.parameter._version
         if found != saved.version:
             what = f"parameter `{saved.binding.name}`"
+            message = modified_message(what, found=found, expected=saved.version)
             raise RuntimeError(
-                f"{_modified(what, found=found, expected=saved.version)}. An optimizer step or an "
-                "edit came between this graph's forward and its backward; run the forward again"
+                f"{message}. An optimizer step or an edit came between this graph's forward and "
+                "its backward; run the forward again"
             )
         base = self._residency.fetch(saved.unit, is_backward=True)
         return base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+
+@contextlib.contextmanager
+def watching(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Calls `note` with each tensor that no hook at the bottom of the stack sees.
+
+    These are those that a checkpoint computed again, and those that are moved away and back.
+    """
+    _watchers.append(note)
+    try:
+        yield
+    finally:
+        _watchers.remove(note)
+
+
+def is_watched() -> bool:
+    """Returns whether someone counts what autograd keeps alive."""
+    return bool(_watchers)
+
+
+def note_unseen(tensor: torch.Tensor) -> None:
+    """Tells those who are watching of a tensor that autograd keeps alive for now."""
+    for note in _watchers:
+        note(tensor)
+
+
+_watchers: list[Callable[[torch.Tensor], None]] = []
+
+
+def pack_below(tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
+    """Packs a tensor that is not a pair's own: by the hooks below it, if there are any."""
+    if _watchers and is_in_backward():
+        note_unseen(tensor)
+    if below is None:
+        # Detached: the graph would keep itself alive through an output that it saved.
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        return SavedTensor(tensor=kept, version=tensor._version)
+    return Delegated(packed=below[0](tensor), unpack=below[1])
+
+
+def unpack_below(packed: Any) -> torch.Tensor:
+    """Returns what `pack_below` packed."""
+    if isinstance(packed, Delegated):
+        return packed.unpack(packed.packed)
+    assert isinstance(packed, SavedTensor)
+    tensor, found = packed.tensor, packed.tensor._version
+    if found != packed.version:
+        what = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+        raise RuntimeError(modified_message(what, found=found, expected=packed.version))
+    return tensor
+
+
+class PassOn(HookPair):
+    """Hands everything to the hooks below, and tells those who are watching."""
+
+    def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
+        return pack_below(tensor, below)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return unpack_below(packed)
 
 
 class _Pack:
@@ -122,7 +192,7 @@ class _Pack:
 
     __slots__ = ("below", "owner")
 
-    def __init__(self, owner: SavedTensorHooks, below: tuple[PackHook, UnpackHook] | None) -> None:
+    def __init__(self, owner: HookPair, below: tuple[PackHook, UnpackHook] | None) -> None:
         self.owner = owner
         self.below = below
 
@@ -130,7 +200,8 @@ class _Pack:
         return self.owner.pack(tensor, self.below)
 
 
-def _modified(what: str, *, found: int, expected: int) -> str:
+def modified_message(what: str, *, found: int, expected: int) -> str:
+    """Returns torch's own message."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {found}; expected version {expected} instead"

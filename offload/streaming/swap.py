@@ -32,6 +32,12 @@ class Attachment(Protocol):
     def before_load(self, module: nn.Module) -> None: ...
 
 
+class OuterAttachment(Attachment, Protocol):
+    """An attachment that runs a call through another one."""
+
+    inner: Attachment | None
+
+
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 _classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
@@ -77,6 +83,26 @@ def attach(module: nn.Module, attachment: Attachment) -> None:
         _classes[key] = type(cls.__name__, (Streamed, cls), own)
     _attachments[module] = attachment
     module.__class__ = _classes[key]
+
+
+def attach_around(module: nn.Module, outer: OuterAttachment) -> None:
+    """Routes the calls of `module` through `outer`, and from there as before."""
+    outer.inner = _attachments.get(module)
+    if outer.inner is None:
+        attach(module, outer)
+    else:
+        _attachments[module] = outer
+
+
+def detach_around(module: nn.Module) -> None:
+    """Undoes `attach_around`, unless all was detached since."""
+    outer: Any = _attachments.get(module)
+    if outer is None:
+        return
+    if outer.inner is None:
+        detach(module)
+    else:
+        _attachments[module] = outer.inner
 
 
 def detach(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ the trace of the last pass of the same mode predicts them. An access that the pr
 hold is never wrong, only unforeseen: the prediction goes on from its next occurrence, or ends.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -74,12 +75,9 @@ class AccessTrace:
             self.divergences += 1
         prediction.cursor = min(self.next_use(access.unit) + 1, len(prediction.accesses))
 
-    def next_access(self) -> Access | None:
-        """Returns the access that is predicted to come next."""
-        prediction = self._prediction
-        if prediction.cursor < len(prediction.accesses):
-            return prediction.accesses[prediction.cursor]
-        return None
+    def is_among_next(self, unit: int, count: int) -> bool:
+        """Tells whether `unit` is one of the next `count` distinct units that are predicted."""
+        return unit in itertools.islice(self.upcoming(), max(count, 0))
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the predicted accesses, soonest first."""

@@ -116,6 +116,7 @@ class StreamedUnit:
         transfers: What fills the slot while `FETCHING`.
         num_holds: Calls that use the unit now; above 0 it is not evicted.
         was_used: Whether the unit was accessed since it was fetched.
+        fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
         hashes: Of each binding's bytes, once a parameter was looked at from outside a pass: an edit
             through `parameter.data` moves no version counter.
     """
@@ -145,6 +146,7 @@ class StreamedUnit:
         self.transfers: list[Transfer] = []
         self.num_holds = 0
         self.was_used = False
+        self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
         self._nodes: list[Node] = []
         self._references: list[int] = []

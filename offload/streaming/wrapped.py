@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -28,8 +28,15 @@ from offload.optim.written import written_by_commit, written_until_commit
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order, resolve_overlap
+from offload.storage.spill import Spill
 from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
+from offload.streaming.activation_store import ActivationCounters
+from offload.streaming.activations import (
+    ActivationOptions,
+    Activations,
+    open_activations,
+)
 from offload.streaming.adoption import Adoption
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
@@ -75,6 +82,7 @@ class WrapOptions:
     gradient_dtype: Literal["parameter", "float32"]
     prefetch_distance: int
     is_training: bool
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
     units: UnitRules | None = None
     name: str | None = None
     overlap: str = "none"
@@ -108,6 +116,7 @@ class WrappedModel:
         building: Building | None = None,
         resume: CommitHead | None = None,
         device: Device | None = None,
+        make_spill: Callable[[int], Spill] | None = None,
     ) -> None:
         self.model = model
         self.device = CpuDevice() if device is None else device
@@ -123,6 +132,8 @@ class WrappedModel:
         self._building = building
         self._resume = resume
         self._is_resumed = resume is not None
+        self._make_spill = make_spill
+        self._activations: Activations | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._seen_versions: dict[str, int] = {}
@@ -170,6 +181,15 @@ class WrappedModel:
             self._attach(discovered)
         elif self._updates.deferred is not None:
             self._attach_resident(discovered, self._updates.deferred)
+        if self.options.is_training and self.options.activations.is_used:
+            self._activations = open_activations(
+                self.model,
+                discovered,
+                self.options.activations,
+                slots=self._memory.activations,
+                device=self.device,
+                make_spill=self._make_spill,
+            )
         self._note_versions()
 
     def close(self) -> None:
@@ -181,6 +201,8 @@ class WrappedModel:
         try:
             self._updates.close()
         finally:
+            if self._activations is not None:
+                self._activations.close()
             if self._gradients is not None:
                 self._gradients.close()
             if self._streamed is not None:
@@ -287,7 +309,7 @@ class WrappedModel:
     def io_wait_s(self) -> float:
         """Time for which the caller's thread waited for storage."""
         fetches_s = self._residency.counters.io_wait_s if self._residency else 0.0
-        return fetches_s + self._updates.io_wait_s
+        return fetches_s + self._updates.io_wait_s + self.activations.wait_s
 
     @property
     def update_wait_s(self) -> tuple[float, float]:
@@ -316,6 +338,11 @@ class WrappedModel:
     def stalls(self) -> tuple[Stall, ...]:
         """What the caller's thread waited for, longest first."""
         return self._updates.stalls.stalls()
+
+    @property
+    def activations(self) -> ActivationCounters:
+        """What was moved of activations."""
+        return self._activations.counters if self._activations else ActivationCounters()
 
     @property
     def host_peak_bytes(self) -> int:
@@ -486,6 +513,7 @@ class WrappedModel:
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_training=options.is_training,
             is_unified=self.device.is_unified,
+            activations=options.activations.plan,
         )
 
     def _make_device_plan(self) -> DevicePlan:

@@ -55,6 +55,17 @@ class DeviceConformance(ABC):
         assert torch.equal(into, expected)
         assert slot.device == device.torch_device
 
+    def test_memory_outside_the_arena_is_filled_by_a_copy(self, device: Device) -> None:
+        source = _host(4097)
+        expected = _fill(source)
+        into = device.empty(4097)
+
+        device.copy_in(source, into).wait()
+
+        assert torch.equal(into.cpu(), expected)
+        assert into.device == device.torch_device
+        assert device.empty(0).numel() == 0
+
     def test_computing_after_wait_sees_what_was_copied(self, device: Device) -> None:
         source = _host(1 << 20)
         values = torch.frombuffer(source, dtype=torch.float32)

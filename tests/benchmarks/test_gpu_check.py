@@ -1,5 +1,6 @@
 """The check of a GPU runs without one as far as it can, and says that there is none."""
 
+import json
 import os
 import subprocess
 import sys
@@ -37,3 +38,19 @@ def test_the_table_has_every_row_and_bits_and_budget_are_right_on_the_emulated_d
     assert done.returncode == 0, done.stdout + done.stderr
     for row in ("host to device", "device to host", "overlap share", "over plain", "losses and"):
         assert row in done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_prefetch_prints_its_figures():
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "prefetch.py", "--small", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 0 <= found["prefetch_hit_rate"] <= 1
+    assert found["accesses_per_step"] > 0
+    assert found["resident_over_plain"] > 0

@@ -103,3 +103,18 @@ def test_verify_of_a_damaged_manifest_exits_with_1_and_names_it(run, capsys):
 
     assert code == 1
     assert manifest.name in capsys.readouterr().out
+
+
+def test_a_resume_from_a_truncated_data_file_names_file_record_and_parameter(run):
+    (data,) = Path(run.store).glob("data-*")
+    records = find_store([Path(run.store)]).manifest.records
+    last, version = max(records.items(), key=lambda item: item[1].extents[-1].end_block)
+    os.truncate(data, (version.extents[-1].end_block - 1) << 20)
+
+    with pytest.raises(CorruptStateError) as caught:
+        run_training(config(3), run_dir=run.run_dir, resume="auto")
+
+    message = str(caught.value)
+    assert last in message
+    assert str(data) in message
+    assert "weight" in message

@@ -64,6 +64,7 @@ OPTIONS = {
         "--plot",
         "--json",
     },
+    "offload bench step": {"--json"},
     "offload bench update": {
         "--parameters",
         "--path",

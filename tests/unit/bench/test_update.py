@@ -139,6 +139,7 @@ def test_commits_are_timed(tmp_path):
         ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
         ({"baseline": "mlp-like", "commit_every": 1}, "cannot commit"),
         ({"overlap": "sideways"}, "policy.overlap"),
+        ({"overlap": "both"}, "`--overlap` both: expected `none` or `forward`"),
         ({"overlap": "forward"}, "`--order` resident.*found `sequential`"),
         ({"overlap": "forward", "order": "resident", "baseline": "mlp-like"}, "no baseline"),
     ],

@@ -1,7 +1,7 @@
 import pytest
 
 from offload.layout import ParameterFacts, UnitFacts, build_layout
-from offload.plan.traffic import ModelBytes, step_traffic
+from offload.plan.traffic import ModelBytes, kept_for_backward_bytes, step_traffic
 
 MB = 10**6
 # 85 M parameters in bf16 under `split`: 2 bytes each, 10 bytes of state.
@@ -75,3 +75,15 @@ def test_model_bytes_follow_from_codec_and_dtype(codec, dtype, state, read_by_up
     assert found.trainable_parameter_bytes == 1000 * itemsize
     assert found.state_bytes == 1000 * state
     assert found.update_parameter_bytes == 1000 * read_by_update
+
+
+def test_the_last_units_of_forward_one_for_each_slot_stay_for_backward():
+    units = [
+        UnitFacts(name=name, parameters=(ParameterFacts(name=name, shape=(n,), dtype="bfloat16"),))
+        for name, n in (("a", 10), ("b", 100), ("c", 1000))
+    ]
+    layout = build_layout(units, codec="split")
+
+    kept = [kept_for_backward_bytes(layout, slots) for slots in (-1, 0, 1, 2, 3, 4)]
+
+    assert kept == [0, 0, 2000, 2200, 2220, 2220]

@@ -24,7 +24,7 @@ def test_nothing_is_predicted_in_the_first_pass():
     trace.begin("train")
     trace.record(*forward(0))
 
-    assert trace.next_access() is None
+    assert next(trace.upcoming(), None) is None
     assert list(trace.upcoming()) == []
     assert trace.next_use(0) == NEVER
     assert trace.divergences == 0
@@ -35,7 +35,7 @@ def test_the_second_pass_is_predicted_from_the_first():
 
     trace.record(*forward(0))
 
-    assert trace.next_access() == Access(unit=1, is_backward=False)
+    assert next(trace.upcoming()) == 1
     assert list(trace.upcoming()) == [1, 0]
     assert trace.next_use(1) == 1
     assert trace.next_use(0) == 3
@@ -47,7 +47,7 @@ def test_a_run_of_the_same_unit_in_backward_is_one_access():
     for access in (*forward(0), *backward(0, 0)):
         trace.record(access)
 
-    assert trace.next_access() is None
+    assert next(trace.upcoming(), None) is None
     assert trace.divergences == 0
 
 
@@ -56,7 +56,7 @@ def test_two_calls_in_a_row_in_forward_are_two_accesses():
 
     trace.record(*forward(0))
 
-    assert trace.next_access() == Access(unit=0, is_backward=False)
+    assert next(trace.upcoming()) == 0
 
 
 def test_an_unforeseen_unit_is_counted_and_the_prediction_goes_on_behind_it():

@@ -1,0 +1,76 @@
+"""The directories of a store: what may be made or replaced there."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.errors import ConfigError, StoreError
+from offload.storage.data_file import is_data_file_name
+from offload.storage.manifest_files import ManifestFiles, is_checkpoint_file, is_manifest_name
+from offload.storage.ownership import OWNER_FILE
+from offload.storage.spill import SPILL_NAME
+
+
+def check_distinct(roots: Sequence[Path]) -> None:
+    resolved = [root.resolve() for root in roots]
+    for root in roots:
+        if resolved.count(root.resolve()) > 1:
+            raise ConfigError(
+                f"cannot make a store with directory `{root}` twice: expected a directory of its "
+                "own on each path; name each path once"
+            )
+
+
+def check_replaceable(root: Path) -> None:
+    """Checks that nothing in `root` is worth keeping or another's."""
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise _not_replaceable(root, "a file") from error
+    files = ManifestFiles(root)
+    if files.sequences() or files.checkpoint_names():
+        raise StoreError(
+            f"cannot create store `{root}`: expected no commit there, found one; "
+            "go on with it (`resume=True`, `--resume auto`), or use another directory"
+        )
+    foreign = [name for name in names if not _is_own(name)]
+    if foreign or (names and OWNER_FILE not in names):
+        raise _not_replaceable(root, f"`{(foreign or names)[0]}`")
+
+
+def _not_replaceable(root: Path, found: str) -> StoreError:
+    return StoreError(
+        f"cannot create store `{root}`: expected no such directory, an empty one, or a "
+        f"store without a commit, found {found}; use another directory"
+    )
+
+
+def _is_own(name: str) -> bool:
+    is_manifest = is_manifest_name(name) or is_checkpoint_file(name)
+    # The owner file has companions for a moment, see `heartbeat.silent_s`.
+    return name.startswith(OWNER_FILE) or is_manifest or _is_data(name)
+
+
+def _is_data(name: str) -> bool:
+    return is_data_file_name(name) or name == SPILL_NAME
+
+
+def delete_leftovers(root: Path) -> None:
+    """Deletes what a run left that ended before its first commit."""
+    ManifestFiles(root).delete_temporaries()
+    for path in root.iterdir():
+        if _is_data(path.name):
+            path.unlink()
+
+
+def make_directories(root: Path) -> tuple[Path, ...]:
+    """Makes `root` and what is missing above it; returns the directories made anew in."""
+    missing = []
+    at = root.absolute()
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return tuple(directory.parent for directory in missing)

@@ -1,0 +1,401 @@
+"""Saved activations between forward and backward: on their way out, away, and on their way back.
+
+[Note: activations move by storage]
+What is moved is a whole storage, cut into pieces of one slot each. Tensors that share a storage
+share the copy, as they shared the memory. The original is kept until the copy is where it belongs;
+what is asked for before that is simply still there.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from offload.devices import Copy, Device
+from offload.errors import StorageError, StoreError
+from offload.memory import Slot, SlotPool
+from offload.storage.spill import Place, Spill
+
+_log = logging.getLogger("offload.streaming")
+
+STORAGES_UNDER_WAY = 2
+"""So many times the largest storage may be on its way in each direction at one time: one that
+moves while the next is computed. More would be memory that offloading is meant to free."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ActivationCounters:
+    """Counts since the beginning."""
+
+    offload_bytes: int = 0
+    """Of saved activations that were moved away."""
+    kept_bytes: int = 0
+    """Of those that stayed for lack of room."""
+    hits: int = 0
+    """Times that one was there when backward asked for it."""
+    misses: int = 0
+    away_bytes: int = 0
+    """Of those that are away now."""
+    peak_bytes: int = 0
+    """Most bytes away at one time."""
+    wait_s: float = 0.0
+    """For which the model waited for room or for bytes."""
+
+
+class _Waitable(Protocol):
+    def done(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    start: int
+    num_bytes: int
+    slot: Slot[memoryview] | None = None
+    """Its bytes; only on their way where there are spill files."""
+    place: Place | None = None
+    is_away: bool = False
+    copy: Copy | None = None
+    """Into the record's target, once it has begun."""
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """One storage that was put away; it outlives its `Away` until its moves are over."""
+
+    index: int
+    num_bytes: int
+    pieces: list[_Piece]
+    source: torch.Tensor | None
+    """The original, until the copy is where it belongs."""
+    target: torch.Tensor | None = None
+    """What is being filled, until it is asked for."""
+    returning: "list[_Move]" = field(default_factory=list)
+    """Into `target`."""
+    back: "weakref.ref[torch.UntypedStorage] | None" = None
+    """What was given back last, as long as someone uses it."""
+
+
+class Away:
+    """The right to have a storage back; its room is given back when this is dropped."""
+
+    __slots__ = ("__weakref__", "_dropped", "record")
+
+    def __init__(self, record: _Record, dropped: deque[_Record]) -> None:
+        self.record = record
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.record)  # nothing more: it may run anywhere, in any thread
+
+
+class _Move:
+    """The steps of one piece; each begins a transfer, and the next one waits for it."""
+
+    def __init__(self, record: _Record, piece: _Piece, steps: Iterator[_Waitable]) -> None:
+        self.record = record
+        self.piece = piece
+        self.error: Exception | None = None
+        self.is_over = False
+        self._steps = steps
+        self._pending: _Waitable | None = None
+        self.step()
+
+    def step(self) -> None:
+        """Waits for the transfer under way and begins what follows."""
+        if self.is_over:
+            return
+        try:
+            self._pending = next(self._steps, None)
+        except Exception as error:  # noqa: BLE001 - whoever asks for the bytes gets it
+            self.error, self._pending = error, None
+        self.is_over = self._pending is None
+
+    def advance(self) -> None:
+        """Goes on as far as it can without waiting."""
+        while self._pending is not None and self._pending.done():
+            self.step()
+
+    def finish(self) -> None:
+        """Goes on to the end."""
+        while not self.is_over:
+            self.step()
+
+
+class ActivationStore:
+    """Keeps the bytes of saved storages in host slots, or through these in spill files.
+
+    Concurrency: Any thread; one at a time gets in.
+    """
+
+    def __init__(self, *, slots: SlotPool[memoryview], device: Device, spill: Spill | None) -> None:
+        """Stores its arguments.
+
+        Args:
+            slots: Where the bytes stay, or through which they go to `spill`.
+            device: Whose memory they leave.
+            spill: Open, with places of one slot; None: they stay in the slots.
+        """
+        self.counters = ActivationCounters()
+        self._slots = slots
+        self._device = device
+        self._spill = spill
+        self._lock = threading.RLock()
+        self._moves: deque[_Move] = deque()
+        self._live: dict[int, _Record] = {}  # in the order in which they were put
+        self._dropped: deque[_Record] = deque()
+        self._num_put = 0
+        self._largest_bytes = 0
+        self._leaving_bytes = 0
+        self._returning_bytes = 0
+        self._is_closed = False
+        self._has_failed = False
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    def put(self, storage: torch.UntypedStorage) -> Away | None:
+        """Begins to move a storage away; None if there is no room for it, and it stays."""
+        with self._lock:
+            self._settle()
+            num_bytes = storage.nbytes()
+            pieces = self._cut(num_bytes)
+            if self._is_closed or self._has_failed or not self._has_room(pieces):
+                self.counters.kept_bytes += num_bytes
+                return None
+            started = time.perf_counter()
+            self._largest_bytes = max(self._largest_bytes, num_bytes)
+            self._make_way(num_bytes)
+            record = _Record(self._num_put, num_bytes, pieces, _bytes_of(storage))
+            self._num_put += 1
+            self._live[record.index] = record
+            self._leaving_bytes += num_bytes
+            self._count(num_bytes)
+            for piece in pieces:
+                piece.slot = self._lease()
+                self._moves.append(_Move(record, piece, self._leave(record, piece)))
+            self.counters.wait_s += time.perf_counter() - started
+            return Away(record, self._dropped)
+
+    def get(self, away: Away) -> torch.UntypedStorage:
+        """Returns a storage with the bytes again, and begins to fetch those that come next.
+
+        Raises:
+            StorageError, CorruptStateError: They could not be read.
+        """
+        with self._lock:
+            self._settle()
+            record = away.record
+            found = _present(record)
+            if found is None:
+                found = self._bring_back(record)
+            else:
+                self.counters.hits += 1
+            self._prefetch(before=record.index)
+            return found
+
+    def close(self) -> None:
+        """Waits for what is under way; what is away is gone. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            while self._moves:
+                self._finish_oldest()
+            if self._spill is not None:
+                self._spill.close()
+
+    def _count(self, num_bytes: int) -> None:
+        counters = self.counters
+        counters.offload_bytes += num_bytes
+        counters.away_bytes += num_bytes
+        counters.peak_bytes = max(counters.peak_bytes, counters.away_bytes)
+
+    def _cut(self, num_bytes: int) -> list[_Piece]:
+        size = self._slots.slot_bytes
+        return [_Piece(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
+
+    # Out.
+
+    def _leave(self, record: _Record, piece: _Piece) -> Iterator[_Waitable]:
+        slot, source = piece.slot, record.source
+        assert slot is not None and source is not None
+        host = torch.frombuffer(slot.memory, dtype=torch.uint8)[: piece.num_bytes]
+        copy = self._device.copy_out(source[piece.start : piece.start + piece.num_bytes], host)
+        del source
+        yield copy
+        copy.synchronize()
+        if self._spill is None:
+            piece.is_away = True
+            return
+        try:
+            piece.place, ticket = self._spill.write(slot.memory, num_bytes=piece.num_bytes)
+            yield ticket
+            ticket.wait()
+            piece.is_away = True
+        except StorageError as error:
+            self._give_up(error)
+        finally:
+            piece.slot = None
+            self._slots.release(slot)
+
+    def _give_up(self, error: StorageError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning(
+                "activations stay in memory from now on, as they can't be written to storage: %s",
+                error,
+            )
+
+    def _has_room(self, pieces: list[_Piece]) -> bool:
+        # Slots through which bytes go to storage come free in time.
+        return self._spill is not None or len(pieces) <= self._slots.num_free
+
+    def _make_way(self, num_bytes: int) -> None:
+        """Waits until little enough is on its way out."""
+        most = STORAGES_UNDER_WAY * self._largest_bytes
+        while self._moves and self._leaving_bytes + num_bytes > most:
+            self._finish_oldest()
+
+    # Back.
+
+    def _bring_back(self, record: _Record) -> torch.UntypedStorage:
+        if self._is_closed:
+            raise StoreError(
+                "cannot bring a saved activation back: expected an open session, found it closed; "
+                "call `backward()` before the session ends"
+            )
+        started = time.perf_counter()
+        is_hit = record.target is not None and all(move.is_over for move in record.returning)
+        self.counters.hits += is_hit
+        self.counters.misses += not is_hit
+        if record.target is None:
+            self._begin_return(record, is_needed=True)
+        target, moves = record.target, record.returning
+        assert target is not None
+        record.target, record.returning = None, []
+        self._returning_bytes -= record.num_bytes
+        for move in moves:
+            while not move.is_over and move.piece.copy is None:
+                move.step()
+            if move.error is not None:
+                raise move.error
+        for piece in record.pieces:
+            assert piece.copy is not None
+            piece.copy.wait()
+            piece.copy = None
+        storage = target.untyped_storage()
+        record.back = weakref.ref(storage)
+        self.counters.wait_s += time.perf_counter() - started
+        return storage
+
+    def _begin_return(self, record: _Record, *, is_needed: bool) -> None:
+        record.target = self._device.empty(record.num_bytes)
+        self._returning_bytes += record.num_bytes
+        for piece in record.pieces:
+            piece.copy = None
+            slot = self._lease() if self._spill is not None else piece.slot
+            assert slot is not None
+            steps = self._return(piece, slot, record.target, is_needed=is_needed)
+            record.returning.append(_Move(record, piece, steps))
+            self._moves.append(record.returning[-1])
+
+    def _return(
+        self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor, *, is_needed: bool
+    ) -> Iterator[_Waitable]:
+        try:
+            if self._spill is not None:
+                assert piece.place is not None
+                ticket = self._spill.read(piece.place, slot.memory, is_needed=is_needed)
+                yield ticket
+                ticket.wait()
+                self._spill.check(piece.place, slot.memory)
+            part = target[piece.start : piece.start + piece.num_bytes]
+            copy = piece.copy = self._device.copy_in(slot.memory[: piece.num_bytes], part)
+            yield copy
+            copy.synchronize()
+        finally:
+            if self._spill is not None:
+                self._slots.release(slot)
+
+    def _prefetch(self, *, before: int) -> None:
+        """Begins to fetch what was put before: backward goes the other way."""
+        most = STORAGES_UNDER_WAY * self._largest_bytes
+        for record in reversed(self._live.values()):
+            if record.index >= before or record.target is not None or _present(record) is not None:
+                continue
+            if self._returning_bytes + record.num_bytes > most:
+                return
+            if self._spill is not None and len(record.pieces) > self._slots.num_free:
+                return
+            self._begin_return(record, is_needed=False)
+
+    # Both.
+
+    def _lease(self) -> Slot[memoryview]:
+        slot = self._slots.try_lease()
+        while slot is None:  # all are under way, so there is a move that gives one back
+            self._finish_oldest()
+            slot = self._slots.try_lease()
+        return slot
+
+    def _finish_oldest(self) -> None:
+        move = self._moves.popleft()
+        move.finish()
+        self._on_over(move)
+
+    def _settle(self) -> None:
+        """Goes on with what is under way, without waiting, and frees what was dropped."""
+        for move in self._moves:
+            move.advance()
+        over = [move for move in self._moves if move.is_over]
+        if over:
+            self._moves = deque(move for move in self._moves if not move.is_over)
+        for move in over:
+            self._on_over(move)
+        for _ in range(len(self._dropped)):
+            record = self._dropped.popleft()
+            if any(move.record is record for move in self._moves):
+                self._dropped.append(record)
+            else:
+                self._free(record)
+
+    def _on_over(self, move: _Move) -> None:
+        record = move.record
+        if record.source is not None and all(piece.is_away for piece in record.pieces):
+            self._let_go(record)
+
+    def _let_go(self, record: _Record) -> None:
+        record.source = None
+        self._leaving_bytes -= record.num_bytes
+
+    def _free(self, record: _Record) -> None:
+        self._live.pop(record.index, None)
+        self.counters.away_bytes -= record.num_bytes
+        if record.source is not None:
+            self._let_go(record)
+        if record.target is not None:
+            record.target = None
+            self._returning_bytes -= record.num_bytes
+        for piece in record.pieces:
+            if piece.slot is not None:
+                self._slots.release(piece.slot)
+            if piece.place is not None and self._spill is not None:
+                self._spill.release(piece.place)
+
+
+def _present(record: _Record) -> torch.UntypedStorage | None:
+    """Returns a storage of the device that has the bytes now, if there is one."""
+    if record.source is not None:
+        return record.source.untyped_storage()
+    return record.back() if record.back is not None else None
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Returns a uint8 tensor over all of a storage."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
