@@ -1,6 +1,6 @@
 """Plans against measurements: ten varied runs, each planned and then run. Needs root.
 
-    python benchmarks/plan_accuracy.py [--cases 1-10] [--steps 8] [--raw] DIRECTORY
+    python benchmarks/plan_accuracy.py [--cases 1-10] [--steps 8] [--tries 3] [--raw] DIRECTORY
 
 Makes file systems of 400 and 200 MB/s in DIRECTORY, which the kernel throttles, and for each case
 calls `offload plan` and then `offload train`, each in a process of its own and without a profile:
@@ -26,7 +26,6 @@ RATES = (400, 200)
 DRIFT = 0.04
 """Of the step time between the plan before a run and the one after it: more says that other
 programs came or went, and the case is measured again."""
-MOST_TRIES = 3
 LIMITS = {"step_s": 0.10, "rss_peak_bytes": 0.05, "read_bytes": 0.01, "write_bytes": 0.01}
 BASE = {
     "model.layers": 8,
@@ -83,10 +82,10 @@ def offload(command, config, directory, paths, overrides):
     return json.loads(done.stdout)
 
 
-def measure(name, directory, paths, steps):
+def measure(name, directory, paths, steps, most_tries):
     """Plans, runs, and plans again; once more where the machine was another one in between."""
     tries = []
-    while len(tries) < MOST_TRIES:
+    while len(tries) < most_tries:
         tries.append(measure_once(name, directory, paths, steps))
         if abs(tries[-1]["drift"]) <= DRIFT:
             break
@@ -165,6 +164,7 @@ def main():
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cases", default="1-10")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tries", type=int, default=3, help="Of a case at most.")
     parser.add_argument("--raw", action="store_true")
     arguments = parser.parse_args()
     directory = arguments.directory.absolute()
@@ -174,7 +174,7 @@ def main():
     print("| --- | --- | --- | --- | --- | --- | --- |", file=sys.stderr)
     with paths_in(directory, is_raw=arguments.raw) as paths:
         for name in selected(arguments.cases):
-            result[name] = measure(name, directory, paths, arguments.steps)
+            result[name] = measure(name, directory, paths, arguments.steps, arguments.tries)
             print(row(name, result[name]), file=sys.stderr, flush=True)
     json.dump(result, sys.stdout, indent=2)
     print()

@@ -78,7 +78,7 @@ class StandaloneOptimizer(OffloadOptimizer):
         self.session.open()
         try:
             self.session.wrap(holder)
-            engine = self.session.update_engine()
+            engine = self.session.update_engine(listed)
             super().__init__(listed, engine=engine, **options)
         except BaseException:
             self.close()

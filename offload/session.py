@@ -1,23 +1,24 @@
 """The session: what a training loop sees of the engine."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from offload.config import Config, build_config, load_config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, StorageError, StoreError
+from offload.errors import ConfigError, PlanError, StorageError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
-from offload.optim.base import Parameters, UpdateEngine
+from offload.optim.base import OffloadOptimizer, Parameters, UpdateEngine
 from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
@@ -40,11 +41,13 @@ from offload.storage.store_stats import PathStats
 from offload.storage.summary import has_commit
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.building import Building, StoreSpill
+from offload.streaming.models import MAIN, Models
 from offload.streaming.swap import Streamed
 from offload.streaming.unit_modules import UnitRules
 from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
 
 _log = logging.getLogger("offload.session")
+Made = TypeVar("Made", bound=OffloadOptimizer)
 
 STORE_NAME = "offload-store"
 """The store's directory in a path, unless `store` names another."""
@@ -98,7 +101,7 @@ class SessionStats:
 
 
 class Session:
-    """Trains one model whose state lives in a tiered store.
+    """Trains a model whose state lives in a tiered store.
 
     Use it as a context manager: `wrap` the model, make the optimizer with `AdamW`, then train in
     an ordinary loop.
@@ -175,8 +178,7 @@ class Session:
         self._kernels: Kernels | None = None
         self._device: Device | None = None
         self._building: Building | None = None
-        self._wrapped: WrappedModel | None = None
-        self._beside: list[WrappedModel] = []
+        self._models = self._new_models()
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
         self._registered_bytes = 0
@@ -220,8 +222,7 @@ class Session:
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
         self._registered_bytes = 0
-        wrapped, self._wrapped = self._wrapped, None
-        beside, self._beside = self._beside, []
+        models, self._models = self._models.all(), self._new_models()
         store, self._store = self._store, None
         engines, self._engines = self._engines, []
         drain, self._drain = self._drain, None
@@ -239,9 +240,8 @@ class Session:
                 stack.callback(building.finish)
             if drain is not None:
                 stack.callback(drain.close)
-            for each in [wrapped, *beside]:
-                if each is not None:
-                    stack.callback(each.close)
+            for wrapped in models:
+                stack.callback(wrapped.close)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -250,14 +250,10 @@ class Session:
         The values are those of a plain build, whatever the initialisation. Optional.
         """
         self._require_open("build a model")
-        if self._wrapped is not None:
-            raise StoreError(
-                "cannot build a model after `wrap`: expected `building()` before it; build first, "
-                "or open another session"
-            )
         if self._building is None:
             spill = StoreSpill(self._store) if self._store is not None else None
-            self._building = Building(budget_bytes=self._budget_bytes, spill=spill)
+            budget_bytes = self._models.free_host_bytes(None)
+            self._building = Building(budget_bytes=budget_bytes, spill=spill)
         with self._building.active():
             yield
 
@@ -273,22 +269,25 @@ class Session:
     ) -> nn.Module:
         """Moves the model's parameters to their tiers, in place, and returns the model.
 
-        Models share the session's budgets. One of them is trained, committed and resumed; each
-        other has a name and `training=False`, and takes only what it needs and what is fetched
-        ahead. Wrap those first, or leave them room by `host_memory` and `device_memory`.
+        A session may have several models, such as one that is trained and a frozen reference.
+        They share its store, its commits and its budget.
 
         Args:
-            model: Built on the CPU. Without a name its parameters are those of the store when
-                resuming.
+            model: Built on the CPU. Its parameters are those of the store when resuming, if that
+                has a model of this name.
             training: False keeps no gradients and no optimizer state.
-            name: Of a model beside the one that is trained, such as `"reference"`.
+            name: Of a further model; its records begin with it. Steps and digests are those of the
+                model without one. One with a name takes only what it needs and what is fetched
+                ahead: wrap such models first, or leave them room by `host_memory`.
             units: Keys of `units` in a config, such as `{"classes": ["Block"]}`, for this model.
-            host_memory: The most of the host's budget; by default what other models have left.
-            device_memory: The most of the device's budget.
+            host_memory: The model's part of the budget; by default all that is left.
+            device_memory: The same of the device's.
 
         Raises:
+            ConfigError: A part is larger than what is left.
             PlanError: The model does not fit the budget; the message names the smallest.
-            StoreError: The session has such a model already, or the store holds another.
+            StoreError: The session has a model of that name, the models share parameters, or the
+                store holds another model.
         """
         self._require_open("wrap a model")
         if not isinstance(model, nn.Module):
@@ -300,29 +299,49 @@ class Session:
                 "cannot wrap a model that another session has wrapped: expected a plain model; "
                 "close that session, or build another model"
             )
-        self._require_place(training, name)
+        self._models.require_new(name or MAIN, model)
+        if name:
+            require_checkpoint_name(name)
+        assert self._device is not None
+        if device_memory is not None and self._device.is_unified:
+            raise ConfigError(
+                "cannot give a model `device_memory` on a device that computes in host memory: "
+                f"expected none, found `{device_memory}`; pass `host_memory`"
+            )
+        options = dataclasses.replace(
+            self._wrap_options(training, units),
+            name=name,
+            budget_bytes=self._models.free_host_bytes(_size(host_memory)),
+            device_budget_bytes=self._models.free_device_bytes(_size(device_memory)),
+        )
         assert self._kernels is not None
+        point = self._resume_point
         wrapped = WrappedModel(
             model,
-            options=self._wrap_options(training, name, units, host_memory, device_memory),
+            options=options,
             store=self._store,
             kernels=self._kernels,
             order=resolve_order(self.config.policy.order),
             building=self._building,
-            resume=self._resume_point if name is None else None,
+            resume=None if point is None else point.of(name or MAIN),
             device=self._device,
+            host_budget=self._models.host_budget,
+            device_budget=self._models.device_budget,
             make_spill=self._make_spill if self._store is not None else None,
         )
         try:
             wrapped.open()
-        except BaseException:
+        except BaseException as error:
             wrapped.close()
+            if isinstance(error, PlanError) and len(self._models):
+                raise PlanError(
+                    f"{error}, or give other models less, as `wrap(model, host_memory=...)`"
+                ) from error
             raise
         self._register(wrapped.transfer_memory)
-        if name is None:
-            self._wrapped = wrapped
-        else:
-            self._beside.append(wrapped)
+        self._models.add(name or MAIN, wrapped)
+        if self._building is not None and self._building.is_finished:
+            self._building = None
         return model
 
     def AdamW(self, params: Parameters, **options: Any) -> AdamW:  # noqa: N802 - torch's name
@@ -332,34 +351,35 @@ class Session:
             params: Its parameters, (name, parameter) pairs or param_groups.
             options: `lr`, `betas`, `eps` and `weight_decay` as in `torch.optim.AdamW`.
         """
-        return AdamW(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(AdamW, params, options)
 
     def Adam(self, params: Parameters, **options: Any) -> Adam:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.Adam`."""
-        return Adam(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Adam, params, options)
 
     def Adagrad(self, params: Parameters, **options: Any) -> Adagrad:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.Adagrad`."""
-        return Adagrad(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Adagrad, params, options)
 
     def Lion(self, params: Parameters, **options: Any) -> Lion:  # noqa: N802 - torch's name
         """Returns the optimizer; options are `lr`, `betas` and `weight_decay`."""
-        return Lion(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Lion, params, options)
 
     def SGD(self, params: Parameters, **options: Any) -> SGD:  # noqa: N802 - torch's name
         """Returns the optimizer; options are those of `torch.optim.SGD`."""
-        return SGD(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(SGD, params, options)
 
     def Muon(self, params: Parameters, **options: Any) -> Muon:  # noqa: N802 - torch's name
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
-        return Muon(params, engine=self._require_wrapped("make an optimizer"), **options)
+        return self._optimizer(Muon, params, options)
 
-    def update_engine(self) -> UpdateEngine:
-        """Returns what keeps the wrapped model's state, for a class of one's own of optimizer.
+    def update_engine(self, params: list[Any]) -> UpdateEngine:
+        """Returns what keeps the state of the wrapped model that has the first of `params`.
 
-        Such a class derives from `offload.optim.base.OffloadOptimizer`, as ours do.
+        For optimizer classes of one's own, derived from `offload.optim.base.OffloadOptimizer`.
         """
-        return self._require_wrapped("make an optimizer")
+        self._require_wrapped("make an optimizer")
+        return self._models.engine_of(params)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -367,7 +387,10 @@ class Session:
 
         With overlap `backward` or `both` updates begin in the last one, as gradients are complete.
         """
-        with self._require_wrapped("accumulate gradients").accumulating():
+        self._require_wrapped("accumulate gradients")
+        with contextlib.ExitStack() as stack:
+            for model in self._models.all():
+                stack.enter_context(model.accumulating())
             yield
 
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
@@ -377,14 +400,13 @@ class Session:
             StoreError: There is no store, its durability is `none`, or an update failed before.
             StorageError: It could not be written; the last commit is whole.
         """
-        wrapped = self._require_wrapped("commit")
+        self._require_wrapped("commit")
         if self._store is None:
             raise StoreError(
                 "cannot commit: expected a store, found none; set `paths` or `store` and leave "
                 "`offload` on"
             )
-        wrapped.commit(metadata or {})
-        self._committed_step = wrapped.completed_steps
+        self._committed_step = self._models.commit(self._store, metadata or {})
 
     def save(self, name: str, metadata: Mapping[str, Any] | None = None) -> None:
         """Commits, and keeps that commit as checkpoint `name`; copies no block.
@@ -419,10 +441,15 @@ class Session:
             raise StoreError(
                 "cannot load a checkpoint: expected a store, found none; set `paths` or `store`"
             )
-        if self._wrapped is None:
-            self._resume_point = self._restored(store, name)
-        else:
-            self._wrapped.roll_back(lambda: self._restored(store, name))
+        head = store.checkpoints().get(name)
+        if head is not None:
+            self._models.require_in(CommitHead.from_json(head), what=f"checkpoint `{name}`")
+            self._models.leave_store()
+        point = CommitHead.from_json(store.load(name))
+        self.metadata = point.metadata
+        self._models.roll_back(point)
+        if not len(self._models):
+            self._resume_point = point
 
     def checkpoints(self) -> list[str]:
         """Returns the names of the checkpoints, oldest first."""
@@ -455,28 +482,34 @@ class Session:
         self._drain.wait()
         return list(self._drain.failures)
 
-    def state_digest(self) -> str:
-        """Returns one number over parameters and state, equal for equal state however stored."""
-        return self._require_wrapped("digest").state_digest()
+    def state_digest(self, name: str = MAIN) -> str:
+        """Returns one number over parameters and state, equal for equal state however stored.
+
+        Args:
+            name: Of the model, where there are several.
+        """
+        return self._require_wrapped("digest", name).state_digest()
 
     def stats(self) -> SessionStats:
         """Returns the counters."""
-        wrapped, store = self._wrapped, self._store
+        wrapped, store, models = self._wrapped, self._store, self._models
         if wrapped is None:
             return SessionStats(committed_step=self._committed_step)
         io = store.stats() if store is not None else None
-        counters = wrapped.residency.counters if wrapped.residency is not None else None
-        accesses = counters.accesses if counters else 0
-        hits = counters.prefetch_hits if counters else 0
-        moved = wrapped.moved()
+        counters = [m.residency.counters for m in models.all() if m.residency is not None]
+        accesses = sum(each.accesses for each in counters)
+        hits = sum(each.prefetch_hits for each in counters)
+        moved = models.without_others(wrapped.moved())
         activations = wrapped.activations
         return SessionStats(
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
-            commit_bytes=io.commit_bytes + wrapped.commit_record_bytes if io else 0,
+            commit_bytes=io.commit_bytes + sum(m.commit_record_bytes for m in models.all())
+            if io
+            else 0,
             cache_hit_bytes=moved.cache_hit_bytes,
-            moved_by_steps=wrapped.moved_by_steps(),
-            io_wait_s=wrapped.io_wait_s,
+            moved_by_steps=models.without_others(wrapped.moved_by_steps()),
+            io_wait_s=sum(m.io_wait_s for m in models.all()),
             update_s=wrapped.update_s,
             update_wait_s=wrapped.update_wait_s[0],
             update_io_wait_s=wrapped.update_wait_s[1],
@@ -486,8 +519,10 @@ class Session:
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
             registered_bytes=self._registered_bytes,
-            host_peak_bytes=sum(each.host_peak_bytes for each in [wrapped, *self._beside]),
-            device_peak_bytes=self._device_peak_bytes(),
+            host_peak_bytes=models.host_budget.peak_bytes,
+            device_peak_bytes=None
+            if wrapped.device.is_unified
+            else models.device_budget.peak_bytes,
             activation_offload_bytes=activations.offload_bytes,
             activation_kept_bytes=activations.kept_bytes,
             activation_hits=activations.hits,
@@ -504,6 +539,15 @@ class Session:
         self._require_open("tell the device")
         assert self._device is not None
         return self._device.torch_device
+
+    @property
+    def _wrapped(self) -> WrappedModel | None:
+        """The model without a name, or the first."""
+        return self._models.main
+
+    def _new_models(self) -> Models:
+        device_bytes = self.config.tiers.device.memory if self.config.offload else None
+        return Models(host_bytes=self._budget_bytes, device_bytes=device_bytes)
 
     @property
     def _budget_bytes(self) -> int | None:
@@ -561,6 +605,7 @@ class Session:
         self._resume_point = CommitHead.from_json(self._store.head)
         self.metadata = self._resume_point.metadata
         self._committed_step = self._resume_point.step
+        self._models.note_resumed(self._resume_point)
         self._start_draining(self._store)
         self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
 
@@ -593,14 +638,6 @@ class Session:
             )
             self._drain.start_unfinished()
 
-    def _restored(self, store: BlockStore, name: str) -> CommitHead:
-        head = store.checkpoints().get(name)
-        if self._wrapped is not None and head is not None:
-            self._wrapped.require_layout(CommitHead.from_json(head).layout)
-        point = CommitHead.from_json(store.load(name))
-        self.metadata = point.metadata
-        return point
-
     def _delete_old_checkpoints(self, store: BlockStore) -> None:
         keep_last = self.config.checkpoint.keep_last
         names = list(store.checkpoints())
@@ -625,30 +662,23 @@ class Session:
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
-        if self._wrapped is not None:
-            layout = self._wrapped.layout
-        elif self._store is not None and self._store.head is not None:
-            layout = CommitHead.from_json(self._store.head).layout
-        else:
-            return "parameters of an unknown model"
-        names = parameters_by_record(layout).get(record)
-        return f"parameters {names}" if names else "no parameter of the model"
+        layouts = [model.layout for model in self._models.all()]
+        if self._store is not None and self._store.head is not None:
+            layouts += CommitHead.from_json(self._store.head).layouts()
+        for layout in layouts:
+            names = parameters_by_record(layout).get(record)
+            if names:
+                return f"parameters {names}"
+        return "no parameter of the model" if layouts else "parameters of an unknown model"
 
-    def _wrap_options(
-        self,
-        training: bool,
-        name: str | None,
-        units: Mapping[str, Any] | None,
-        host_memory: str | int | None,
-        device_memory: str | int | None,
-    ) -> WrapOptions:
+    def _wrap_options(self, training: bool, units: Mapping[str, Any] | None) -> WrapOptions:
         config = self.config
         if units is not None:
             config = _resolve(config, {f"units.{key}": value for key, value in units.items()})
         on_storage = config.offload
         return WrapOptions(
-            budget_bytes=self._left(self._budget_bytes, "host", host_memory),
-            device_budget_bytes=self._left(config.tiers.device.memory, "device", device_memory),
+            budget_bytes=self._budget_bytes,
+            device_budget_bytes=config.tiers.device.memory,
             parameters="storage"
             if on_storage and config.policy.parameters == "storage"
             else "host",
@@ -661,7 +691,6 @@ class Session:
             is_training=training,
             activations=self._activation_options(),
             units=UnitRules.of(config.units),
-            name=name,
             overlap=config.policy.overlap if config.offload else "none",
         )
 
@@ -685,44 +714,6 @@ class Session:
     def _make_spill(self, place_bytes: int) -> Spill:
         return Spill(self._store_paths, self._engines, place_bytes=place_bytes)
 
-    def _require_place(self, training: bool, name: str | None) -> None:
-        if name is None and self._wrapped is not None:
-            raise StoreError(
-                "cannot wrap a second model without a name: the session has one; wrap it with "
-                '`training=False, name="reference"`, or open another session with a store of its '
-                "own"
-            )
-        if name is None:
-            return
-        if training:
-            raise ConfigError(
-                f"cannot train model `{name}`: a session trains the model that has no name; wrap "
-                "it with `training=False`, or without `name`"
-            )
-        require_checkpoint_name(name)
-        if any(each.options.name == name for each in self._beside):
-            raise StoreError(
-                f"cannot wrap a second model `{name}`: the session has one; choose another name"
-            )
-
-    def _device_peak_bytes(self) -> int | None:
-        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
-        peaks = [each.device_peak_bytes for each in models]
-        known = [peak for peak in peaks if peak is not None]
-        return sum(known) if known else None
-
-    def _left(self, whole: int | None, tier: str, limit: str | int | None) -> int | None:
-        """Returns what a model may have of a tier's budget."""
-        if whole is None:
-            return None
-        models = [*([self._wrapped] if self._wrapped else []), *self._beside]
-        taken = sum(
-            each.plan.planned_bytes if tier == "host" else each.device_plan.planned_bytes
-            for each in models
-        )
-        left = max(whole - taken, 0)
-        return left if limit is None else min(left, parse_size(limit))
-
     def _make_device(self) -> Device:
         tier = self.config.tiers.device
         return make_device(
@@ -739,11 +730,22 @@ class Session:
                 "as session:`"
             )
 
-    def _require_wrapped(self, action: str) -> WrappedModel:
+    def _require_wrapped(self, action: str, name: str = MAIN) -> WrappedModel:
         self._require_open(action)
-        if self._wrapped is None:
-            raise StoreError(f"cannot {action}: no model is wrapped; call `session.wrap(model)`")
-        return self._wrapped
+        wrapped = self._models.get(name)
+        if wrapped is None:
+            which = f"`{name}`" if name else "no model"
+            found = f"{which} is not wrapped" if name else "no model is wrapped"
+            raise StoreError(f"cannot {action}: {found}; call `session.wrap(model)`")
+        return wrapped
+
+    def _optimizer(self, kind: type[Made], params: Parameters, options: dict[str, Any]) -> Made:
+        """Makes an optimizer of the model that has the parameters."""
+        # A tensor alone is refused by torch.
+        listed = [] if isinstance(params, torch.Tensor) else list(params)
+        engine = self.update_engine(listed)
+        given = params if isinstance(params, torch.Tensor) else cast(Parameters, listed)
+        return kind(given, engine=engine, **options)
 
 
 def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | None:
@@ -768,3 +770,7 @@ def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: 
         values = load_config(config).model_dump()
         return build_config(values, overrides=overrides)
     return build_config(config, overrides=overrides, source="Session")
+
+
+def _size(value: str | int | None) -> int | None:
+    return parse_size(value) if isinstance(value, str) else value

@@ -20,9 +20,10 @@ from offload.bench.update_options import (
     made_up_layout,
 )
 from offload.optim.kernels import load_kernels
-from offload.plan.bound import ComputeTimes, step_bound
+from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.machine import Machine
+from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
 from offload.runs.probe import ProbeSize, probe_machine
@@ -59,6 +60,8 @@ class UpdateReport:
     cache_hit_rate: float
     bound_s: float
     achieved_over_bound: float | None
+    path_rate_factor: float | None
+    """How much faster than probed the paths were, so that steps do not beat their bound."""
     update_bound_s: float
     update_achieved_over_bound: float | None
     parameters_per_s: float
@@ -200,6 +203,18 @@ class _Bench:
                 ),
             )
 
+    def _bound(self, machine: Machine, traffic: StepTraffic) -> Bound:
+        compute_s = self._options.compute_s
+        return step_bound(
+            machine,
+            traffic,
+            num_parameters=self._layout.trainable_elements,
+            compute=[ComputeTimes(forward_s=compute_s / 3, backward_s=2 * compute_s / 3)],
+            overlap=self._options.overlap,
+            prefetched_bytes=self._plan.prefetched_bytes,
+            shares_cores=False,  # they sleep
+        )
+
     def _report(
         self,
         steps: list[UpdateStep],
@@ -212,16 +227,14 @@ class _Bench:
     ) -> UpdateReport:
         update_s = statistics.median(step.update_s for step in steps)
         step_s = statistics.median(step.step_s for step in steps)
-        compute_s = self._options.compute_s
-        bound = step_bound(
-            machine,
-            traffic,
-            num_parameters=self._layout.trainable_elements,
-            compute=[ComputeTimes(forward_s=compute_s / 3, backward_s=2 * compute_s / 3)],
-            overlap=self._options.overlap,
-            prefetched_bytes=self._plan.prefetched_bytes,
-            shares_cores=False,  # they sleep
-        )
+        factor = None
+        if self._options.machine is None:  # rates that are given are not for us to judge
+            machine, factor = raised_to_steps(
+                machine,
+                [step.step_s for step in steps],
+                lambda rates: [self._bound(rates, traffic).step_s] * len(steps),
+            )
+        bound = self._bound(machine, traffic)
         return UpdateReport(
             baseline=self._options.baseline,
             update_s=update_s,
@@ -233,6 +246,7 @@ class _Bench:
             cache_hit_rate=hit_rate,
             bound_s=bound.step_s,
             achieved_over_bound=ratio(bound.step_s, step_s),
+            path_rate_factor=factor,
             update_bound_s=bound.update_s,
             update_achieved_over_bound=ratio(bound.update_s, update_s),
             parameters_per_s=self._options.parameters / update_s,

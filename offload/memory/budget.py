@@ -13,9 +13,15 @@ class Budget:
     Concurrency: Any thread.
     """
 
-    def __init__(self, capacity_bytes: int, *, tier: str) -> None:
+    def __init__(self, capacity_bytes: int, *, tier: str, within: "Budget | None" = None) -> None:
+        """Stores its arguments.
+
+        Args:
+            within: A budget that this one is a part of: what is leased here is leased there.
+        """
         self.capacity_bytes = capacity_bytes
         self.tier = tier
+        self._within = within
         self._lock = threading.RLock()  # a dying storage releases from inside any allocation
         self._leased = Counter[str]()
         self._leased_bytes = 0
@@ -39,6 +45,8 @@ class Budget:
         with self._lock:
             if self._leased_bytes + num_bytes > self.capacity_bytes:
                 raise BudgetError(self._refusal(num_bytes, purpose))
+            if self._within is not None:
+                self._within.lease(num_bytes, purpose)
             self._leased_bytes += num_bytes
             self._leased[purpose] += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._leased_bytes)
@@ -48,6 +56,8 @@ class Budget:
         with self._lock:
             self._leased_bytes -= num_bytes
             self._leased[purpose] -= num_bytes
+            if self._within is not None:
+                self._within.release(num_bytes, purpose)
 
     def _refusal(self, num_bytes: int, purpose: str) -> str:
         held = ", ".join(

@@ -18,6 +18,7 @@ class CommitHead:
         steps: Updates that each trainable parameter has had, by name.
         metadata: What `commit` was given.
         buffers: Name, dtype, shape and offset of each buffer in the record of buffers.
+        models: Of the session's models with a name; their records begin with it.
     """
 
     step: int
@@ -25,16 +26,28 @@ class CommitHead:
     steps: dict[str, int]
     metadata: dict[str, Any]
     buffers: list[dict[str, Any]] = field(default_factory=list)
+    models: dict[str, "CommitHead"] = field(default_factory=dict)
+
+    def layouts(self) -> list[ModelLayout]:
+        """Returns the layouts of all models."""
+        return [self.layout, *(head.layout for head in self.models.values())]
+
+    def of(self, name: str) -> "CommitHead | None":
+        """Returns the head of the model called `name`; of an empty name this one."""
+        return self.models.get(name) if name else self
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values; `from_json` gives an equal head."""
-        return {
+        values: dict[str, Any] = {
             "step": self.step,
             "layout": self.layout.to_json(),
             "steps": self.steps,
             "metadata": self.metadata,
             "buffers": self.buffers,
         }
+        if self.models:
+            values["models"] = {name: head.to_json() for name, head in self.models.items()}
+        return values
 
     @staticmethod
     def from_json(value: Mapping[str, Any] | None) -> "CommitHead":
@@ -52,6 +65,10 @@ class CommitHead:
                 steps={str(name): int(step) for name, step in value["steps"].items()},
                 metadata=dict(value["metadata"]),
                 buffers=[dict(fact) for fact in value["buffers"]],
+                models={
+                    str(name): CommitHead.from_json(head)
+                    for name, head in value.get("models", {}).items()
+                },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(

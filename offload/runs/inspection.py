@@ -2,7 +2,7 @@
 
 import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -81,7 +81,7 @@ def inspect_store(path: Path) -> Inspection:
     root = resolve_store(path)
     summary = peek(root)
     layout = _layout_of(summary.head)
-    with _opened(root, layout) as store:
+    with _opened(root, summary.head) as store:
         digest = _digest(store, layout) if layout else None
         units = _units(store, layout) if layout else []
         checkpoints = {name: head.get("step") for name, head in store.checkpoints().items()}
@@ -110,13 +110,13 @@ def verify_store(path: Path, *, progress: Progress | None = None) -> Verificatio
         StoreError: It has no complete commit.
     """
     root = resolve_store(path)
-    layout = _layout_of(peek(root).head)
-    with _opened(root, layout) as store:
+    head = peek(root).head
+    with _opened(root, head) as store:
         report = verify(store, progress=progress)
     return Verification(
         records=report.num_records,
         bytes=report.num_bytes,
-        bad=_bad_blocks(report, parameters_by_record(layout) if layout else {}),
+        bad=_bad_blocks(report, _parameters_by_record(head)),
     )
 
 
@@ -181,8 +181,9 @@ def _units(store: BlockStore, layout: ModelLayout) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _opened(root: Path, layout: ModelLayout | None) -> Iterator[BlockStore]:
-    describe = _describer(layout) if layout else None
+def _opened(root: Path, head: dict[str, Any]) -> Iterator[BlockStore]:
+    names = _parameters_by_record(head)
+    describe = (lambda record: names.get(record, "no parameter")) if names else None
     with Engine() as engine:
         store = BlockStore(root, engine=engine, describe=describe)
         store.open(read_only=True)
@@ -192,9 +193,13 @@ def _opened(root: Path, layout: ModelLayout | None) -> Iterator[BlockStore]:
             store.close()
 
 
-def _describer(layout: ModelLayout) -> Callable[[str], str]:
-    parameters = parameters_by_record(layout)
-    return lambda record: parameters.get(record, "no parameter")
+def _parameters_by_record(head: dict[str, Any]) -> dict[str, str]:
+    if "layout" not in head:
+        return {}
+    names: dict[str, str] = {}
+    for layout in CommitHead.from_json(head).layouts():
+        names.update(parameters_by_record(layout))
+    return names
 
 
 def _layout_of(head: dict[str, Any]) -> ModelLayout | None:

@@ -17,14 +17,16 @@ from offload.sizes import round_up
 from offload.storage.store import BlockStore
 
 RECORD = "buffers"
-"""The store's record of all buffers, end to end, each at a multiple of 64 bytes."""
+"""The store's record of all buffers, end to end, each at a multiple of 64 bytes; of a model with
+a name it begins with that."""
 
 
 class ModelBuffers:
     """Writes the persistent buffers of a model to a store, and reads them back."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self._model = model
+        self._record = prefix + RECORD
 
     def write(self, store: BlockStore) -> list[dict[str, Any]]:
         """Writes the values of now and returns what they are, for the head of the commit."""
@@ -41,14 +43,14 @@ class ModelBuffers:
             )
             offset += round_up(buffer.numel() * buffer.element_size(), PARAMETER_ALIGNMENT)
         if offset == 0:
-            store.discard(RECORD)
+            store.discard(self._record)
             return facts
         memory = _memory(offset, store)
         base = storage_over(memory)
         base.zero_()
         for fact, (_, buffer) in zip(facts, self._persistent(), strict=True):
             _view(base, fact, buffer).copy_(buffer)
-        store.write(RECORD, memory, num_bytes=offset).wait()
+        store.write(self._record, memory, num_bytes=offset).wait()
         return facts
 
     def read(self, store: BlockStore, facts: list[dict[str, Any]]) -> None:
@@ -69,10 +71,10 @@ class ModelBuffers:
                 f"({len(expected)}), found {len(found)}, which differ in {other}; build the same "
                 "model, or use another store"
             )
-        if RECORD not in store:
+        if self._record not in store:
             return
-        memory = _memory(store.num_bytes(RECORD), store)
-        store.read(RECORD, memory).wait()
+        memory = _memory(store.num_bytes(self._record), store)
+        store.read(self._record, memory).wait()
         base = storage_over(memory)
         with torch.no_grad():
             for fact, (_, buffer) in zip(facts, self._persistent(), strict=True):

@@ -155,6 +155,11 @@ class Building:
         """Ends the care for `parameter`, whose values another owner has taken."""
         self._resident_bytes -= self._resident.pop(parameter, 0)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether no module waits for another owner."""
+        return not self._modules
+
     def release(self, model: nn.Module) -> None:
         """Gives the modules of `model`, whose values another owner has taken, plain dicts again."""
         modules = set(model.modules())

@@ -8,8 +8,8 @@ from offload.plan.device import DevicePlan
 class DeviceMemory:
     """The slots on a device, within a hard budget."""
 
-    def __init__(self, plan: DevicePlan, device: Device) -> None:
-        self.budget = Budget(plan.planned_bytes, tier="device")
+    def __init__(self, plan: DevicePlan, device: Device, within: Budget | None = None) -> None:
+        self.budget = Budget(plan.planned_bytes, tier="device", within=within)
         self.slots: SlotPool[Region] = SlotPool(
             device.allocate(plan.planned_bytes),
             slot_bytes=plan.slot_bytes,

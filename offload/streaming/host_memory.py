@@ -27,8 +27,14 @@ class HostMemory:
             child does not have it.
     """
 
-    def __init__(self, plan: HostPlan) -> None:
-        self.budget = Budget(min(plan.budget_bytes, plan.planned_bytes), tier="host")
+    def __init__(self, plan: HostPlan, within: Budget | None = None) -> None:
+        """Takes an arena and cuts it.
+
+        Args:
+            within: The budget of all models of the session.
+        """
+        capacity = min(plan.budget_bytes, plan.planned_bytes)
+        self.budget = Budget(capacity, tier="host", within=within)
         arena = Arena(plan.planned_bytes)
         arena.open()
         self.whole = arena.whole() if plan.planned_bytes else memoryview(b"")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
-from offload.memory import trim_heap
+from offload.memory import Budget, trim_heap
 from offload.optim.commit_head import CommitHead
 from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
@@ -67,8 +67,8 @@ class WrapOptions:
         device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
         rule: The update rule for which state is planned.
         units: What the user says about units.
-        name: Of a model that is kept beside the one that is trained: it takes no more of the
-            budgets than what it needs and what is fetched ahead.
+        name: Of a model beside the one without a name: its records begin with it, and it takes no
+            more of the budgets than what it needs and what is fetched ahead.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
     """
 
@@ -116,6 +116,8 @@ class WrappedModel:
         building: Building | None = None,
         resume: CommitHead | None = None,
         device: Device | None = None,
+        host_budget: Budget | None = None,
+        device_budget: Budget | None = None,
         make_spill: Callable[[int], Spill] | None = None,
     ) -> None:
         self.model = model
@@ -126,6 +128,8 @@ class WrappedModel:
         self.update_s = 0.0
         self.commit_record_bytes = 0
         self.digest_read_bytes = 0
+        self._budgets = host_budget, device_budget
+        self._prefix = f"{options.name}/" if options.name else ""
         self._store = store
         self._kernels = kernels
         self._order = order
@@ -160,8 +164,7 @@ class WrappedModel:
             StoreError: The resumed store holds another model.
         """
         discovered = discover_units(self.model, self.options.units)
-        if self.options.name is not None:
-            discovered.prefix_units(f"{self.options.name}/")
+        discovered.prefix_units(self._prefix)
         self.layout = self._lay_out(discovered)
         self._require_same_layout()
         self._co_resident_units = discovered.co_resident_units
@@ -175,7 +178,7 @@ class WrappedModel:
         self._take_memory()
         self._adopt()
         if self._resume is not None and self._store is not None:
-            ModelBuffers(self.model).read(self._store, self._resume.buffers)
+            self._buffers().read(self._store, self._resume.buffers)
         if self._is_streamed:
             move_buffers(self.model, self.device.torch_device)
             self._attach(discovered)
@@ -362,33 +365,41 @@ class WrappedModel:
     def residency(self) -> Residency | None:
         return self._residency
 
-    def commit(self, metadata: Mapping[str, Any]) -> None:
-        """Writes what is resident and changed, then publishes the current versions."""
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Tells whether `parameter` is one of this model, trained or not."""
+        return id(parameter) in self._names
+
+    def require_committable(self) -> None:
+        """Raises StoreError if an update failed in its middle."""
         self._updates.require_whole("commit")
+
+    def write_for_commit(self) -> CommitHead:
+        """Writes what is resident and changed; returns what a commit says of this model."""
+        self.require_committable()
         assert self._store is not None
         self._updates.finish()
         before = self._store.stats().write_bytes
         self._settle_edits()
         self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
         write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
-        buffers = ModelBuffers(self.model).write(self._store)
+        buffers = self._buffers().write(self._store)
         self.commit_record_bytes += self._store.stats().write_bytes - before
-        self._store.commit(
-            CommitHead(
-                step=self.completed_steps,
-                layout=self.layout,
-                steps=self.steps,
-                metadata=dict(metadata),
-                buffers=buffers,
-            ).to_json()
+        return CommitHead(
+            step=self.completed_steps,
+            layout=self.layout,
+            steps=dict(self.steps),
+            metadata={},
+            buffers=buffers,
         )
 
-    def roll_back(self, load: Callable[[], CommitHead]) -> None:
-        """Goes back to what `load` makes current in the store, whatever was pending or failed."""
+    def leave_store(self) -> None:
+        """Drops what is pending and takes every unit out of its slot: the store may change."""
         self._updates.drop()
         if self._residency is not None:
             self._residency.evict_all()
-        point = load()
+
+    def roll_back(self, point: CommitHead) -> None:
+        """Goes back to `point`, which is current in the store now; after `leave_store`."""
         self._window.drop_cached()
         self._state.edited.clear()
         self._state.dirty.clear()
@@ -396,7 +407,7 @@ class WrappedModel:
         self.steps = dict(point.steps)
         self.completed_steps = point.step
         if self._store is not None:
-            ModelBuffers(self.model).read(self._store, point.buffers)
+            self._buffers().read(self._store, point.buffers)
         for parameter in self._parameters.values():
             torch.autograd.graph.increment_version(parameter)
         self._note_versions()
@@ -430,6 +441,9 @@ class WrappedModel:
 
     def _read_bytes(self) -> int:
         return self._store.stats().read_bytes if self._store is not None else 0
+
+    def _buffers(self) -> ModelBuffers:
+        return ModelBuffers(self.model, self._prefix)
 
     # Steps of opening.
 
@@ -540,10 +554,11 @@ class WrappedModel:
 
     def _take_memory(self) -> None:
         options = self.options
-        self._memory = memory = HostMemory(self.plan)
+        host_budget, device_budget = self._budgets
+        self._memory = memory = HostMemory(self.plan, host_budget)
         if not self.device.is_unified:
             self.device.register_host(memory.whole)
-            self._device_memory = DeviceMemory(self.device_plan, self.device)
+            self._device_memory = DeviceMemory(self.device_plan, self.device, device_budget)
         if options.is_training:
             self._gradients = Gradients(
                 self.layout,

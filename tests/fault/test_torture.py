@@ -21,6 +21,6 @@ def test_killed_runs_show_the_reference_again(tmp_path):
     with Torture(tmp_path, config=SMALL, overrides=overrides, seed=2) as again:
         again.run(4)
 
-    assert again.campaign.kills == 4
-    assert again.campaign.inside_a_commit >= 1
+    assert again.campaign.kills >= 4
+    assert again.campaign.inside_a_commit * 2 >= again.campaign.kills
     assert again.campaign.steps_compared >= 15

@@ -100,10 +100,13 @@ class Torture:
         self._worker.close()
 
     def run(self, num_kills):
-        """Goes on until there were `num_kills` kills."""
+        """Goes on until there were `num_kills` kills, and half of all were inside a commit."""
         if not self.campaign.digests:
             self._make_reference()
-        while self.campaign.kills < num_kills:
+        while (
+            self.campaign.kills < num_kills
+            or self.campaign.inside_a_commit * 2 < self.campaign.kills
+        ):
             started_s = time.monotonic()
             self._kill_once()
             self.campaign.seconds += time.monotonic() - started_s

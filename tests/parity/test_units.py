@@ -127,19 +127,6 @@ def test_a_frozen_model_keeps_its_own_values_when_the_trained_one_resumes(tmp_pa
             assert same_bits(values, build(SmallGPT, seed=3).state_dict()[name])
 
 
-@pytest.mark.parametrize("options, message", [
-    ({}, "cannot wrap a second model without a name"),
-    ({"name": "teacher"}, "cannot train model `teacher`"),
-    ({"name": "a/b", "training": False}, "letters, digits"),
-])  # fmt: skip
-def test_what_a_second_model_may_not_be(tmp_path, options, message):
-    with open_session(tmp_path) as session:
-        session.wrap(build(SmallGPT), host_memory="600KiB")
-
-        with pytest.raises(offload.OffloadError, match=message):
-            session.wrap(build(SmallGPT), **options)
-
-
 def test_generation_with_a_frozen_model_larger_than_the_device(tmp_path):
     model, plain = build(SmallGPT), build(SmallGPT)
     with open_session(tmp_path, device="emulated", device_memory="28KiB") as session:

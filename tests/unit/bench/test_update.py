@@ -113,6 +113,23 @@ def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same
     assert under.bound_s <= alone.bound_s
 
 
+def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):
+    def slow(directories, **_):
+        rates = {"read_bytes_per_s": 4e7, "write_bytes_per_s": 4e7, "mixed_bytes_per_s": 2e7}
+        return Machine(
+            paths=tuple(PathRates(path=str(d), **rates) for d in directories),
+            copy_bytes_per_s=1e10,
+            update_parameters_per_s=1e9,
+        )
+
+    monkeypatch.setattr("offload.bench.update.probe_machine", slow)
+
+    report = measure(paths_of(tmp_path, "a"))
+
+    assert report.path_rate_factor > 1
+    assert report.achieved_over_bound <= 1 + 1e-6
+
+
 def test_modulo_shares_by_its_ratio(tmp_path):
     report = measure(paths_of(tmp_path, "a", "b"), striping="modulo:2:1")
 
