@@ -20,6 +20,6 @@ def exits_on_sigterm():
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit(number, frame):
+def _exit(_number, _frame):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(EXIT_CODE)
