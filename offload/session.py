@@ -587,6 +587,7 @@ class Session:
                 StorePath(
                     root=root,
                     capacity_bytes=tier.capacity_of(index),
+                    shares_capacity=self.config.activations.offload == "storage",
                     nominal_bytes_per_s=rate,
                 )
                 for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
@@ -712,7 +713,13 @@ class Session:
         )
 
     def _make_spill(self, place_bytes: int) -> Spill:
-        return Spill(self._store_paths, self._engines, place_bytes=place_bytes)
+        assert self._store is not None
+        return Spill(
+            self._store_paths,
+            self._engines,
+            place_bytes=place_bytes,
+            rooms=[self._store.spill_room(root) for root in self._store_paths],
+        )
 
     def _make_device(self) -> Device:
         tier = self.config.tiers.device

@@ -61,19 +61,22 @@ class StoreSpace:
     """Of records that are being written while their versions before are still there."""
     frozen_bytes: int = 0
     """Of parameters that never change: all versions share them."""
+    spill_bytes: int = 0
+    """Of activations that are away at one time, in files beside those of the store."""
 
     @property
     def total_bytes(self) -> int:
         versions = self.num_versions + self.num_checkpoints
-        return (
-            versions * self.version_bytes + self.frozen_bytes + self.window_bytes + _MANIFEST_BYTES
-        )
+        once = self.frozen_bytes + self.window_bytes + self.spill_bytes
+        return versions * self.version_bytes + once + _MANIFEST_BYTES
 
     def describe(self) -> str:
         """Returns what the bytes are for."""
+        spilled = f", {format_size(self.spill_bytes)} of activations" if self.spill_bytes else ""
         return (
             f"{self.num_versions} versions and {self.num_checkpoints} checkpoints of "
             f"{format_size(self.version_bytes)}, {format_size(self.window_bytes)} being written"
+            f"{spilled}"
         )
 
 
@@ -127,6 +130,7 @@ def store_space(
     num_buffers: int,
     num_checkpoints: int = 0,
     is_staged: bool = False,
+    spill_bytes: int = 0,
 ) -> StoreSpace:
     """Returns the space of a store when it is largest.
 
@@ -137,6 +141,7 @@ def store_space(
         num_buffers: The most records that are written at one time.
         num_checkpoints: The most that are kept.
         is_staged: Whether a step writes its versions before they become current.
+        spill_bytes: Of activations, at most.
     """
     is_committed = durability == "commit"
     sizes = [_blocks_bytes(record, block_bytes) for record in layout.records]
@@ -153,6 +158,7 @@ def store_space(
         num_versions=1 + is_committed + is_staged,
         num_checkpoints=num_checkpoints if is_committed else 0,
         window_bytes=sum(sorted(sizes)[-num_buffers:]) if num_buffers else 0,
+        spill_bytes=spill_bytes,
     )
 
 

@@ -27,6 +27,7 @@ from offload.plan.traffic import (
 )
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
+from offload.runs.spilled import spilled_bytes
 from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
@@ -59,11 +60,14 @@ def plan_run(
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
     directories = existing_directories(config, stores)
+    spilled = spilled_bytes(config)
     known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
         host=host,
-        storage=_plan_storage(config, layout, host, stores) if host is not None else None,
+        storage=_plan_storage(config, layout, host, stores, spilled or 0)
+        if host is not None
+        else None,
         device=_plan_device(config, layout, discovered),
         activations={
             "checkpoint": config.activations.checkpoint,
@@ -77,7 +81,7 @@ def plan_run(
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
-        warnings=tuple(_warnings(config, directories)) if config.offload else (),
+        warnings=tuple(_warnings(config, directories, spilled)) if config.offload else (),
         commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
         choices=choices_of(config),
         savings=tuple(_savings(config, layout, discovered, host)),
@@ -260,7 +264,11 @@ def _plan_device(
 
 
 def _plan_storage(
-    config: Config, layout: ModelLayout, host: HostPlan, stores: Sequence[Path]
+    config: Config,
+    layout: ModelLayout,
+    host: HostPlan,
+    stores: Sequence[Path],
+    spill_bytes: int,
 ) -> StoragePlan:
     tier = config.tiers.storage
     paths = []
@@ -282,14 +290,20 @@ def _plan_storage(
             num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
             is_staged=config.policy.overlap in ("backward", "both"),
+            spill_bytes=spill_bytes,
         ),
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,
     )
 
 
-def _warnings(config: Config, directories: Sequence[Path]) -> Iterator[str]:
+def _warnings(config: Config, directories: Sequence[Path], spilled: int | None) -> Iterator[str]:
     tier, drain = config.tiers.storage, config.checkpoint.drain
+    if spilled is None:
+        yield (
+            "the storage planned does not hold activations, whose bytes can't be told for this "
+            "model before it runs; leave room for them in `tiers.storage.capacity`"
+        )
     if tier.durability == "none":
         return
     if drain is None:

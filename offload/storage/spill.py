@@ -4,14 +4,16 @@ A spill file has no name: it is unlinked as soon as it is open, so that nothing 
 process, however that ends. Places are of one size; one that is given back is used again.
 """
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
-from offload.errors import CorruptStateError
-from offload.sizes import round_up
+from offload.errors import CorruptStateError, StorageError
+from offload.sizes import format_size, round_up
 from offload.storage.engine import Priority
 from offload.storage.file import StorageFile, open_file
 from offload.storage.store_paths import PathEngine, PathTicket
@@ -37,6 +39,13 @@ class Place:
     checksum: int
 
 
+class SpillRoom(Protocol):
+    """Counts the bytes of spill files on a path among what a store may take there."""
+
+    def try_spill(self, num_bytes: int) -> bool: ...
+    def end_spill(self, num_bytes: int) -> None: ...
+
+
 class Spill:
     """One spill file on each path; a piece goes to the path with least to do.
 
@@ -49,7 +58,12 @@ class Spill:
     """
 
     def __init__(
-        self, roots: Sequence[Path], engines: Sequence[PathEngine], *, place_bytes: int
+        self,
+        roots: Sequence[Path],
+        engines: Sequence[PathEngine],
+        *,
+        place_bytes: int,
+        rooms: Sequence[SpillRoom | None] = (),
     ) -> None:
         """Stores its arguments.
 
@@ -57,12 +71,14 @@ class Spill:
             roots: Directories that exist.
             engines: Of each of them.
             place_bytes: Of the largest piece; a multiple of every file's alignment.
+            rooms: Of each of them; None, or none at all: the file system is the limit.
         """
         self.write_bytes = 0
         self.read_bytes = 0
         self._roots = roots
         self._engines = engines
         self._place_bytes = place_bytes
+        self._rooms = list(rooms) or [None] * len(roots)
         self._files: list[StorageFile] = []
         self._free: list[list[int]] = []
         self._ends: list[int] = []
@@ -97,6 +113,10 @@ class Spill:
         files, self._files = self._files, []
         for file in files:
             file.close()
+        for room, end in zip(self._rooms, self._ends, strict=False):
+            if room is not None:
+                room.end_spill(end)
+        self._ends = []
 
     def write(self, memory: memoryview, *, num_bytes: int) -> tuple[Place, PathTicket]:
         """Starts writing the first `num_bytes` of a piece.
@@ -105,10 +125,12 @@ class Spill:
             memory: Aligned, and as long as a place.
             num_bytes: What is in use; the rest up to the alignment is written too.
 
+        Raises:
+            StorageError: No path has room. `errno` is ENOSPC.
+
         Ownership: `memory` belongs to the engine until the ticket is done.
         """
-        index = self._least_busy()
-        offset = self._take(index)
+        index, offset = self._take()
         file = self._files[index]
         padded = round_up(num_bytes, file.alignment)
         ticket = self._engines[index].write(file, offset, memory[:padded])
@@ -145,18 +167,28 @@ class Spill:
         """Gives the place back; no transfer of it is in flight."""
         self._free[place.path_index].append(place.offset)
 
-    def _take(self, index: int) -> int:
-        if self._free[index]:
-            return self._free[index].pop()
-        offset = self._ends[index]
-        self._ends[index] += self._place_bytes
-        return offset
+    def _take(self) -> tuple[int, int]:
+        """Returns a path and an offset there: of the path with least to do that has room."""
+        for index in self._by_work():
+            if self._free[index]:
+                return index, self._free[index].pop()
+            room, offset = self._rooms[index], self._ends[index]
+            if room is None or room.try_spill(self._place_bytes):
+                self._ends[index] += self._place_bytes
+                return index, offset
+        raise StorageError(
+            f"cannot spill to {', '.join(f'`{root}`' for root in self._roots)}: expected "
+            f"{format_size(self._place_bytes)} more beside {format_size(self.peak_bytes)} that are "
+            "spilled and the store, found no room; free space there or raise "
+            "`tiers.storage.capacity`",
+            errno=errno.ENOSPC,
+        )
 
-    def _least_busy(self) -> int:
+    def _by_work(self) -> list[int]:
         for index, tickets in enumerate(self._writing):
             self._writing[index] = [ticket for ticket in tickets if not ticket.done()]
         counts = [len(tickets) for tickets in self._writing]
-        return min(range(len(counts)), key=lambda i: (counts[i], self._used_bytes(i)))
+        return sorted(range(len(counts)), key=lambda i: (counts[i], self._used_bytes(i)))
 
     def _used_bytes(self, index: int) -> int:
         return self._ends[index] - len(self._free[index]) * self._place_bytes

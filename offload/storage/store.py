@@ -358,6 +358,10 @@ class BlockStore:
         self._require(StoreState.WRITABLE, what=what)
         self._open_parts.room.require(groups, num_in_flight=num_in_flight, what=what)
 
+    def spill_room(self, root: Path) -> OpenPath | None:
+        """Returns the path at `root`, which counts what is spilled beside its data file."""
+        return next((path for path in self._open_parts.paths if path.root == root), None)
+
     def discard(self, record: str) -> None:
         """Drops a record from the current versions, if it is there. The last commit keeps it."""
         self._require(StoreState.WRITABLE, what="discard from")

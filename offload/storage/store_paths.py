@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -58,6 +59,8 @@ class StorePath:
     root: Path
     capacity_bytes: int | None = None
     """The most that its data file may have; None: all free space but a margin."""
+    shares_capacity: bool = False
+    """Whether files beside the data file take their part: it then grows by what is needed only."""
     nominal_bytes_per_s: float | None = None
     """Bytes in and out again each second by the machine's profile, where there is one."""
 
@@ -79,7 +82,7 @@ class OpenPath:
     Attributes:
         needs_sync: Something was written there since its last sync.
 
-    Concurrency: `grow` by one thread at a time; the rest from any thread.
+    Concurrency: Any thread.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class OpenPath:
         self.use = PathUse.OPEN
         self.needs_sync = False
         self._block_bytes = data.block_bytes
+        self._growing = threading.Lock()
+        self._spilled_bytes = 0
 
     @property
     def root(self) -> Path:
@@ -105,8 +110,28 @@ class OpenPath:
         growable = self.device_blocks()
         if self.config.capacity_bytes is None:
             return growable
-        most = self.config.capacity_bytes // self._block_bytes
+        most = (self.config.capacity_bytes - self._spilled_bytes) // self._block_bytes
         return max(0, min(growable, most - self.data.num_blocks()))
+
+    def try_spill(self, num_bytes: int) -> bool:
+        """Counts bytes of a file beside the data file; False where the path has no room."""
+        with self._growing:
+            if self.use is not PathUse.OPEN or num_bytes > self._spillable_bytes():
+                return False
+            self._spilled_bytes += num_bytes
+            return True
+
+    def end_spill(self, num_bytes: int) -> None:
+        """Gives back what `try_spill` counted."""
+        with self._growing:
+            self._spilled_bytes -= num_bytes
+
+    def _spillable_bytes(self) -> int:
+        free = self.device_blocks() * self._block_bytes
+        if self.config.capacity_bytes is None:
+            return free
+        taken = self.data.num_blocks() * self._block_bytes + self._spilled_bytes
+        return min(free, self.config.capacity_bytes - taken)
 
     def device_blocks(self) -> int:
         """Returns how many more blocks the file system has room for, but for a margin."""
@@ -125,10 +150,13 @@ class OpenPath:
         Raises:
             StorageError: There is no room for them.
         """
-        growable = self.growable_blocks()
-        return self.data.grow(
-            needed_blocks=num_blocks, most_blocks=self.data.num_blocks() + growable
-        )
+        with self._growing:
+            growable = self.growable_blocks()
+            if self.config.shares_capacity:
+                growable = min(growable, num_blocks)
+            return self.data.grow(
+                needed_blocks=num_blocks, most_blocks=self.data.num_blocks() + growable
+            )
 
     def mark_full(self, reason: object) -> None:
         """Says that the data file cannot grow any more."""

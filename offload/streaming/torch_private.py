@@ -4,6 +4,7 @@ Each has been tried on torch 2.9 to 2.13. Where a name is missing the import of 
 with a clear refusal: guessing would give wrong gradients in silence.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,17 @@ _graph_task_id = _require("torch._C._current_graph_task_id")
 _top_hooks = _require("torch._C._autograd._top_saved_tensors_default_hooks")
 _push_hooks = _require("torch._C._autograd._push_saved_tensors_default_hooks")
 _pop_hooks = _require("torch._C._autograd._pop_saved_tensors_default_hooks")
+_fake_tensors = _require("torch._subclasses.FakeTensorMode")
 _engine = _require("torch.autograd.Variable._execution_engine")
+
+
+def tensors_without_memory() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which tensors have shapes and no values, and kernels only tell shapes.
+
+    Unlike on device `meta`, those kernels are the ones of the CPU, and so is what they save.
+    """
+    mode: contextlib.AbstractContextManager[object] = _fake_tensors()
+    return mode
 
 
 def is_in_backward() -> bool:

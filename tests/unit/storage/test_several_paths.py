@@ -418,3 +418,21 @@ def test_a_path_that_cannot_be_read_says_what_is_lost(make, engines):
 
     for part in ("record `x`", f"path `{store.roots[0]}` is lost", "2 of 3 records", "/backup/"):
         assert part in str(caught.value)
+
+
+def test_what_is_spilled_takes_its_part_of_a_capacity(make, tmp_path):
+    path = StorePath(root=tmp_path / "a", capacity_bytes=4 * BLOCK, shares_capacity=True)
+    store = make(path)
+    store.create()
+    put(store, "x", 2 * BLOCK)
+    room = store.spill_room(tmp_path / "a")
+
+    assert room.try_spill(BLOCK + 1)
+    assert not room.try_spill(BLOCK)
+    with pytest.raises(StorageError, match="capacity"):
+        put(store, "y", BLOCK)
+
+    room.end_spill(BLOCK + 1)
+    put(store, "y", 2 * BLOCK)
+    assert not room.try_spill(1)
+    assert store.spill_room(tmp_path / "b") is None

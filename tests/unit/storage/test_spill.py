@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from offload.errors import CorruptStateError
+from offload.errors import CorruptStateError, StorageError
 from offload.memory import Arena
 from offload.storage.engine import Engine
 from offload.storage.spill import SPILL_NAME, Spill
@@ -68,3 +68,40 @@ def test_other_bytes_than_those_written_are_found(spill, slot):
     slot[99] ^= 1
     slot[100] ^= 1  # not in use
     spill.check(place, slot)
+
+
+class Room:
+    def __init__(self, num_bytes):
+        self.left = num_bytes
+
+    def try_spill(self, num_bytes):
+        if num_bytes > self.left:
+            return False
+        self.left -= num_bytes
+        return True
+
+    def end_spill(self, num_bytes):
+        self.left += num_bytes
+
+
+def test_a_path_without_room_is_left_alone_and_its_room_comes_back_at_the_end(slot, tmp_path):
+    rooms = [Room(PLACE_BYTES - 1), Room(2 * PLACE_BYTES)]
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        root.mkdir()
+    with Engine() as engine:
+        spill = Spill(roots, [engine, engine], place_bytes=PLACE_BYTES, rooms=rooms)
+        spill.open()
+        for _ in range(2):
+            place, ticket = spill.write(slot, num_bytes=1)
+            ticket.wait()
+            assert place.path_index == 1
+
+        with pytest.raises(StorageError, match=r"tiers\.storage\.capacity"):
+            spill.write(slot, num_bytes=1)
+
+        spill.release(place)
+        spill.write(slot, num_bytes=1)[1].wait()
+        spill.close()
+        spill.close()
+    assert [room.left for room in rooms] == [PLACE_BYTES - 1, 2 * PLACE_BYTES]
