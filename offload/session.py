@@ -41,10 +41,12 @@ from offload.storage.store_stats import PathStats
 from offload.storage.summary import has_commit
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.building import Building, StoreSpill
+from offload.streaming.counters import MovedBytes
 from offload.streaming.models import MAIN, Models
 from offload.streaming.swap import Streamed
 from offload.streaming.unit_modules import UnitRules
-from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
+from offload.streaming.wrap_options import WrapOptions
+from offload.streaming.wrapped import WrappedModel
 
 _log = logging.getLogger("offload.session")
 Made = TypeVar("Made", bound=OffloadOptimizer)
@@ -491,22 +493,22 @@ class Session:
         counters = [m.residency.counters for m in models.all() if m.residency is not None]
         accesses = sum(each.accesses for each in counters)
         hits = sum(each.prefetch_hits for each in counters)
-        moved = models.without_others(wrapped.moved())
-        activations = wrapped.activations
+        moved = models.without_others(wrapped.counters.moved())
+        activations = wrapped.counters.activations
         return SessionStats(
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
-            commit_bytes=io.commit_bytes + sum(m.commit_record_bytes for m in models.all())
+            commit_bytes=io.commit_bytes + sum(m.counters.commit_record_bytes for m in models.all())
             if io
             else 0,
             cache_hit_bytes=moved.cache_hit_bytes,
-            moved_by_steps=models.without_others(wrapped.moved_by_steps()),
-            io_wait_s=sum(m.io_wait_s for m in models.all()),
-            update_s=wrapped.update_s,
-            update_wait_s=wrapped.update_wait_s[0],
-            update_io_wait_s=wrapped.update_wait_s[1],
-            update_read_bytes=wrapped.update_read_bytes,
-            stalls=wrapped.stalls,
+            moved_by_steps=models.without_others(wrapped.counters.moved_by_steps()),
+            io_wait_s=sum(m.counters.io_wait_s for m in models.all()),
+            update_s=wrapped.counters.update_s,
+            update_wait_s=wrapped.counters.update_wait_s[0],
+            update_io_wait_s=wrapped.counters.update_wait_s[1],
+            update_read_bytes=wrapped.counters.update_read_bytes,
+            stalls=wrapped.counters.stalls,
             accesses=accesses,
             prefetch_hits=hits,
             prefetch_misses=accesses - hits,
