@@ -2,7 +2,8 @@
 
     python benchmarks/throttled_paths.py [--parameters 1.5e8] [--steps 6] [--rounds 3] DIRECTORY
 
-Makes file systems in DIRECTORY, measures, prints one JSON object and takes everything down again.
+Makes file systems in DIRECTORY, measures, prints one JSON object and takes everything down again,
+also after SIGTERM.
 Reads and writes are throttled apart, each at the rate of the path; so the sum of the rates is what
 an update could reach each way.
 """
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from termination import exits_on_sigterm
 
 from offload.bench.update import bench_update
 from offload.bench.update_options import UpdateOptions
@@ -37,6 +40,23 @@ class ThrottledPath:
         self._device = None
 
     def __enter__(self):
+        try:
+            self._set_up()
+        except BaseException:  # SIGTERM too
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(Exception):
+            run("umount", str(self.mount))
+        if self._device is not None:
+            run("losetup", "-d", self._device)
+        self._image.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.mount.rmdir()
+
+    def _set_up(self):
         self.mount.mkdir(parents=True)
         run("fallocate", "-l", str(self._size_bytes), str(self._image))
         command = ("losetup", "-f", "--show", "--direct-io=on", str(self._image))
@@ -46,14 +66,6 @@ class ThrottledPath:
         run("mkfs.ext4", "-q", "-E", lazy, "-m0", self._device)
         run("mount", self._device, str(self.mount))
         self.set_rate(self.rate)
-        return self
-
-    def __exit__(self, *_):
-        with contextlib.suppress(Exception):
-            run("umount", str(self.mount))
-        run("losetup", "-d", self._device)
-        self._image.unlink()
-        self.mount.rmdir()
 
     def set_rate(self, rate):
         self.rate = rate
@@ -70,6 +82,12 @@ def run(*command):
 @contextlib.contextmanager
 def throttled(directory, rates, *, size_bytes):
     """Yields paths of these rates in MB/s; this process is throttled while they are there."""
+    with exits_on_sigterm(), _throttled(directory, rates, size_bytes=size_bytes) as paths:
+        yield paths
+
+
+@contextlib.contextmanager
+def _throttled(directory, rates, *, size_bytes):
     cgroup = CGROUP_V1 / f"offload-bench-{os.getpid()}"
     cgroup.mkdir()
     try:

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from termination import exits_on_sigterm
+
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.bench.update import bench_update
 from offload.bench.update_options import UpdateOptions, made_up_layout
@@ -44,7 +46,7 @@ def main():
     parser.add_argument("--overlap", choices=("none", "forward"), default="none")
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
-    with work_directories(arguments.directory) as paths:
+    with exits_on_sigterm(), work_directories(arguments.directory) as paths:
         measured = raw(paths[:1], arguments) if arguments.raw else throttled(paths, arguments)
     json.dump({"parameters": int(arguments.parameters), **measured}, sys.stdout, indent=2)
     print()

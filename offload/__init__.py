@@ -18,16 +18,20 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload import testing
-    from offload.optim.adamw import AdamW
+    from offload.optimizers import SGD, Adagrad, Adam, AdamW, Lion
     from offload.session import Session
 
     __version__: str
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "ConfigError",
     "CorruptStateError",
+    "Lion",
     "OffloadError",
     "PlanError",
     "Session",
@@ -37,7 +41,8 @@ __all__ = [
     "testing",
 ]
 
-_LAZY = {"AdamW": "offload.optim.adamw", "Session": "offload.session"}
+_OPTIMIZERS = ("SGD", "Adagrad", "Adam", "AdamW", "Lion")
+_LAZY = {"Session": "offload.session"} | dict.fromkeys(_OPTIMIZERS, "offload.optimizers")
 
 
 def __getattr__(name: str) -> Any:

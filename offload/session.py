@@ -18,7 +18,7 @@ from offload.errors import ConfigError, PlanError, StorageError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
-from offload.optim.base import OffloadOptimizer, Parameters
+from offload.optim.base import OffloadOptimizer, Parameters, UpdateEngine
 from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
@@ -374,6 +374,14 @@ class Session:
     def Muon(self, params: Parameters, **options: Any) -> Muon:  # noqa: N802 - torch's name
         """Returns Muon for matrices with AdamW for the rest; see `offload.optim.muon.Muon`."""
         return self._optimizer(Muon, params, options)
+
+    def update_engine(self, params: list[Any]) -> UpdateEngine:
+        """Returns what keeps the state of the wrapped model that has the first of `params`.
+
+        For optimizer classes of one's own, derived from `offload.optim.base.OffloadOptimizer`.
+        """
+        self._require_wrapped("make an optimizer")
+        return self._models.engine_of(params)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -735,10 +743,11 @@ class Session:
 
     def _optimizer(self, kind: type[Made], params: Parameters, options: dict[str, Any]) -> Made:
         """Makes an optimizer of the model that has the parameters."""
-        self._require_wrapped("make an optimizer")
-        if not isinstance(params, torch.Tensor):  # which torch refuses
-            params = cast(Parameters, list(params))
-        return kind(params, engine=self._models.engine_of(params), **options)
+        # A tensor alone is refused by torch.
+        listed = [] if isinstance(params, torch.Tensor) else list(params)
+        engine = self.update_engine(listed)
+        given = params if isinstance(params, torch.Tensor) else cast(Parameters, listed)
+        return kind(given, engine=engine, **options)
 
 
 def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | None:

@@ -173,6 +173,13 @@ def plan(
             help="A profile from `bench io --tune`. [default: ~/.config/offload/machine.toml]",
         ),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the run there with every choice of the plan, for `offload train FILE`.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether the run fits this machine and what it will move."""
@@ -182,14 +189,19 @@ def plan(
     settings = load_config(config, overrides or ())
 
     from offload.cli.tables import render_plan
+    from offload.runs.plan_file import require_writable, write_plan
     from offload.runs.prediction import plan_and_predict
 
+    if write is not None:
+        require_writable(write)  # before anything is measured
     progress = output.progress_console()
     result = plan_and_predict(
         settings,
         machine_file=machine,
         on_measure=lambda what: progress.print(f"measuring {what}", soft_wrap=True),
     )
+    if write is not None and result.fits:
+        write_plan(write, settings, result)
     output.show(result, render_plan)
     if not result.fits:
         raise typer.Exit(EXIT_FAILED)

@@ -166,6 +166,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 if name is not None and accumulator is not None:
                     updates[name] = self._update_of(group, name, accumulator)
         self._engine.apply(updates)
+        # A region of autocast that goes on keeps casts of the values that were there before.
+        torch.clear_autocast_cache()
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -114,9 +114,13 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
-            "commits": self.commits.to_json(step_s=None) if self.commits else None,
+            "commits": self._commits(),
             "machine": self._machine(),
         }
+
+    def _commits(self) -> dict[str, float | int | None] | None:
+        step = self.prediction.step
+        return self.commits.to_json(step_s=step.step_s if step else None) if self.commits else None
 
     def _machine(self) -> dict[str, Any] | None:
         if self.machine is not None:

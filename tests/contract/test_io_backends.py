@@ -1,6 +1,7 @@
 """Each backend of the I/O engine keeps the laws of the conformance class."""
 
 import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from offload._native import aio
 from offload.errors import ConfigError, StorageError
 from offload.sizes import MIB
-from offload.storage.engine import BACKENDS, Engine
+from offload.storage.engine import BACKENDS, Engine, PathSettings
 from offload.storage.faults import Fault, FaultPlan
 from offload.storage.file import StorageFile
 from offload.testing.io_conformance import IOConformance
@@ -125,6 +126,27 @@ def test_a_named_backend_is_not_replaced_by_another(monkeypatch):
 
     with pytest.raises(StorageError, match="OFFLOAD_PURE"):
         Engine("threads").open()
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ["io_uring", "libaio"])
+def test_one_thread_serves_a_path_at_any_depth(tmp_path, name):
+    if is_refused(name):
+        pytest.skip("the kernel refuses it here")
+    roots = [tmp_path / each for each in "abc"]
+    paths = [PathSettings(root=root, backend=name, queue_depth=64) for root in roots]
+    before = _num_engine_threads()
+
+    with Engine(paths=paths):
+        started = _num_engine_threads() - before
+
+    assert started == len(paths)
+    assert _num_engine_threads() == before
+
+
+def _num_engine_threads() -> int:
+    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    return sum(name.read_text() == "ofl-aio\n" for name in names)
 
 
 @needs_extension

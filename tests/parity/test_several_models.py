@@ -247,3 +247,22 @@ def test_a_model_larger_than_its_budget_generates_and_keeps_no_state(tmp_path):
         assert stats.host_peak_bytes <= parameter_bytes // 2
         assert stats.prefetch_hits > 0
         assert not session._wrapped.plan.gradient_bytes + session._wrapped.plan.resident_state_bytes
+
+
+@pytest.mark.parametrize("name", [None, "teacher"])
+def test_a_session_counts_for_its_only_model_whatever_its_name(tmp_path, name):
+    with open_session(tmp_path, ("storage", "storage"), budget_bytes=200_000) as session:
+        model = teacher()
+        parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        session.wrap(model, training=False, name=name)
+        inputs, _ = batch(0)
+        with torch.no_grad():
+            model(inputs)
+
+        stats = session.stats()
+
+    assert stats.read_bytes >= parameter_bytes
+    assert stats.moved_by_steps.read_bytes == stats.read_bytes
+    assert stats.accesses >= 3
+    assert stats.host_peak_bytes > 0
+    assert stats.paths[0].read_bytes == stats.read_bytes

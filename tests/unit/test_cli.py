@@ -28,7 +28,7 @@ from offload.runs.metrics import StepMetrics
 OPTIONS = {
     "offload": {"--version", "--verbose", "-v"},
     "offload train": {"--resume", "--run-dir", "--json"},
-    "offload plan": {"--machine", "--json"},
+    "offload plan": {"--machine", "--write", "--json"},
     "offload simulate": {"--json"},
     "offload inspect": {"--json"},
     "offload verify": {"--json"},

@@ -11,12 +11,16 @@ import offload
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "ConfigError",
     "CorruptStateError",
+    "Lion",
     "OffloadError",
     "PlanError",
+    "SGD",
     "Session",
     "StorageError",
     "StoreError",

@@ -1,5 +1,6 @@
 """`offload bench io`: its figures, its files, and what it leaves behind."""
 
+import io
 import json
 import signal
 import subprocess
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from offload._native import aio
+from offload.bench.io import IoProgress
 from offload.bench.io_options import IoOptions, parse_options
 from offload.bench.io_report import duplex
 from offload.bench.stream import Budget, Stream
 from offload.bench.sustained import is_steady
 from offload.bench.together import measure_together
 from offload.cli.app import run
+from offload.cli.bench_tables import LiveLine
 from offload.errors import ConfigError
 from offload.plan.machine_profile import MARK, read_profile
 from offload.sizes import KIB, MIB
@@ -153,6 +156,23 @@ def test_no_end_of_the_process_leaves_a_file(paths, kind):
     if kind == signal.SIGINT:
         assert process.returncode == 130
         assert b"interrupted" in message
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_one_line_on_a_terminal_and_gone_in_the_end(monkeypatch, is_terminal):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    progress = {"path": "/mnt/a", "pattern": "read", "total_bytes": 4 * MIB}
+
+    with LiveLine(stream) as live:
+        live(IoProgress(done_bytes=1 * MIB, bytes_per_s=2e9, **progress))
+        live(IoProgress(done_bytes=4 * MIB, bytes_per_s=1e9, **progress))
+
+    text = stream.getvalue()
+    shown = [line.rstrip() for line in text.split("\r") if line.strip()]
+    lines = ["/mnt/a  read   25%  2.00 GB/s", "/mnt/a  read  100%  1.00 GB/s"]
+    assert shown == (lines if is_terminal else [])
+    assert "\n" not in text
 
 
 def _names_in(directory):

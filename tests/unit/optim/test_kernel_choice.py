@@ -5,12 +5,14 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from offload._native import optim as native
+from offload._native.cpus import usable_cpus
 from offload.errors import ConfigError
 from offload.optim import kernels as kernels_module
 from offload.optim.kernels import (
@@ -129,6 +131,46 @@ def test_kernels_ignore_a_caller_that_flushes_subnormals() -> None:
 @needs_extension
 def test_the_copy_rate_is_measured() -> None:
     assert native.copy_rate_bytes_per_s(num_bytes=1 << 20, num_threads=2) > 1e6
+
+
+@needs_extension
+def test_one_thread_for_torch_is_not_one_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun does
+    assert torch.get_num_threads() == 1
+
+    kernels = load_kernels()
+
+    assert kernels.num_threads == usable_cpus()
+
+
+@needs_extension
+def test_other_threads_run_while_kernels_do() -> None:
+    # A thread that comes late to its turn, on a busy machine, says nothing: several tries.
+    assert any(_runs_beside_a_kernel() for _ in range(5))
+
+
+def _runs_beside_a_kernel() -> bool:
+    gradient = torch.zeros(1 << 22)
+    array = native.GradientArray(
+        address=gradient.data_ptr(), num_elements=gradient.numel(), dtype="float32"
+    )
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        has_begun.set()
+        native.sums_of_squares("scalar", [array] * 16, scales=(1.0, 1.0), num_threads=1)
+        is_over.set()
+
+    thread = threading.Thread(target=work)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # only who gives the lock up lets others run
+    try:
+        thread.start()
+        has_begun.wait()
+        return not is_over.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 @needs_extension

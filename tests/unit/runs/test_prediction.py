@@ -142,3 +142,22 @@ def test_each_choice_has_one_line_and_what_budgets_leave_out_is_listed(text):
     assert outside["activations, logits and loss"] > 0
     assert outside["workspaces and generated code of libraries"] == "not bounded"
     assert plan["co_resident"]["units"] == 1
+
+
+def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tmp_path):
+    rates = "read_bytes_per_s = 4e8\nwrite_bytes_per_s = 2e8\nmixed_bytes_per_s = 2e8\n"
+    profile = tmp_path / "machine.toml"
+    profile.write_text(
+        f'{MARK}\nschema = 1\n[[paths]]\npath = "{tmp_path}"\nbackend = "threads"\n'
+        f"block_bytes = 1048576\nqueue_depth = 4\ndirect = true\n{rates}"
+        'measured_at = "2026-01-01T00:00:00+00:00"\n'
+    )
+    asked = config(text, **{"tiers.storage.commit_every": 1000})
+
+    plan = plan_and_predict(asked, machine_file=profile).to_json()
+
+    commits, step_s = plan["commits"], plan["predicted"]["step_s"]
+    assert commits["expected_lost_work_s"] == pytest.approx(
+        commits["commit_s"] + 1000 * step_s / 2 + commits["recovery_s"]
+    )
+    assert commits["best_commit_every"] == max(1, round(commits["best_commit_interval_s"] / step_s))
