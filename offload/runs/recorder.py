@@ -15,7 +15,7 @@ from offload.runs.phases import StepTimes
 from offload.runs.result import NUM_WARM_UP_STEPS, ratio
 from offload.session import SessionStats
 from offload.storage.stalls import stalls_between
-from offload.streaming.wrapped import MovedBytes
+from offload.streaming.counters import MovedBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout import FlatShard, Unit
+from offload.layout import FlatShard, Unit, section_kinds
 from offload.memory import SlotPool, memory_of, storage_over
 from offload.optim.pipeline import ModelState, parameter_key, state_key
 from offload.streaming.building import Building
@@ -73,6 +73,18 @@ class Adoption:
             for binding in streamed.bindings:
                 self._forget(binding.parameter)
                 binding.detach()
+
+    def begin_masters(self) -> None:
+        """Makes a new resident fp32 master start as its parameter, as an edited one does."""
+        if self._state.records is None or self._is_resumed:
+            return
+        layout = self._state.layout
+        trainable = [p.facts for shard, p in layout.parameters.values() if shard.is_trainable]
+        self._state.edited.update(
+            facts.name
+            for facts in trainable
+            if any(kind.name == "master" for kind in section_kinds(layout.codec, facts.dtype))
+        )
 
     def _write_unit(self, unit: Unit, streamed: StreamedUnit, slots: SlotPool[memoryview]) -> None:
         assert self._state.store is not None

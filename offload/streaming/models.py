@@ -12,7 +12,8 @@ from offload.memory import Budget
 from offload.optim.commit_head import CommitHead
 from offload.plan.host import UNBOUNDED_BYTES
 from offload.storage.store import BlockStore
-from offload.streaming.wrapped import MovedBytes, WrappedModel
+from offload.streaming.counters import MovedBytes
+from offload.streaming.wrapped import WrappedModel
 
 MAIN = ""
 """The name of the model that was wrapped without one: resumes, steps and digests are of it."""
@@ -100,8 +101,8 @@ class Models:
         others = [model for model in self._by_name.values() if model is not self.main]
         return dataclasses.replace(
             moved,
-            read_bytes=moved.read_bytes - sum(m.digest_read_bytes for m in others),
-            write_bytes=moved.write_bytes - sum(m.commit_record_bytes for m in others),
+            read_bytes=moved.read_bytes - sum(m.counters.digest_read_bytes for m in others),
+            write_bytes=moved.write_bytes - sum(m.counters.commit_record_bytes for m in others),
         )
 
     def commit(self, store: BlockStore, metadata: Mapping[str, Any]) -> int:

@@ -2,99 +2,46 @@
 
 import contextlib
 import dataclasses
-import gc
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
 
 from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
-from offload.layout import ModelLayout, ParameterFacts, build_layout, section_kinds
+from offload.layout import ModelLayout
 from offload.memory import Budget, trim_heap
 from offload.optim.commit_head import CommitHead
-from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
-from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key
+from offload.optim.model_state import ModelState, ParameterUpdate
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
 from offload.optim.written import written_by_commit, written_until_commit
-from offload.plan.device import DevicePlan, plan_device
-from offload.plan.host import UNBOUNDED_BYTES, HostPlan, Placement, plan_host
 from offload.policy import Order, resolve_overlap
 from offload.storage.spill import Spill
-from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
-from offload.streaming.activation_store import ActivationCounters
-from offload.streaming.activations import (
-    ActivationOptions,
-    Activations,
-    open_activations,
-)
+from offload.streaming.activations import Activations, open_activations
 from offload.streaming.adoption import Adoption
+from offload.streaming.attachment import Attachment
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
+from offload.streaming.counters import ModelCounters
 from offload.streaming.device_memory import DeviceMemory
-from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
+from offload.streaming.discovery import DiscoveredModel, discover_units
+from offload.streaming.edits import Edits
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
-from offload.streaming.model import StreamedModel
-from offload.streaming.residency import ParameterTier, Residency
-from offload.streaming.resident import ResidentUnits
+from offload.streaming.model_layout import lay_out, require_same, require_wholeness
+from offload.streaming.planner import Planner
+from offload.streaming.residency import Residency
 from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
-from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.torch_private import is_in_backward
-from offload.streaming.unit import StreamedUnit
-from offload.streaming.unit_modules import UnitRules
+from offload.streaming.wrap_options import WrapOptions
 from offload.streaming.write_back import write_dirty
-
-logger = logging.getLogger("offload.streaming")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrapOptions:
-    """How a model is wrapped.
-
-    Attributes:
-        budget_bytes: Of the host tier; None: as much as the model needs.
-        device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
-        rule: The update rule for which state is planned.
-        units: What the user says about units.
-        name: Of a model beside the one without a name: its records begin with it, and it takes no
-            more of the budgets than what it needs and what is fetched ahead.
-        matrices: Glob patterns of the parameters that are updated as whole matrices.
-    """
-
-    budget_bytes: int | None
-    device_budget_bytes: int | None = None
-    parameters: Placement
-    optimizer: Placement
-    codec: str
-    rule: str
-    matrices: tuple[str, ...]
-    gradient_dtype: Literal["parameter", "float32"]
-    prefetch_distance: int
-    is_training: bool
-    activations: ActivationOptions = field(default_factory=ActivationOptions)
-    units: UnitRules | None = None
-    name: str | None = None
-    overlap: str = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedBytes:
-    """What a model's steps moved from and to storage, padding included, or found in memory."""
-
-    read_bytes: int = 0
-    write_bytes: int = 0
-    cache_hit_bytes: int = 0
 
 
 class WrappedModel:
@@ -125,9 +72,6 @@ class WrappedModel:
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
         self.completed_steps = resume.step if resume else 0
-        self.update_s = 0.0
-        self.commit_record_bytes = 0
-        self.digest_read_bytes = 0
         self._budgets = host_budget, device_budget
         self._prefix = f"{options.name}/" if options.name else ""
         self._store = store
@@ -140,11 +84,9 @@ class WrappedModel:
         self._activations: Activations | None = None
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
-        self._seen_versions: dict[str, int] = {}
+        self._edits = Edits(self._parameters, is_training=options.is_training)
         self._device_memory: DeviceMemory | None = None
-        self._staged: StagedUnits | None = None
-        self._residency: Residency | None = None
-        self._streamed: StreamedModel | None = None
+        self._attachment = Attachment(model, self._parameters, device=self.device)
         self._gradients: Gradients | None = None
         overlap = options.overlap if options.is_training else "none"
         self._updates = StepUpdates(
@@ -154,7 +96,9 @@ class WrappedModel:
         )
         self._update_now: Callable[[nn.Parameter], ParameterUpdate | None] = lambda _: None
         self._is_accumulating = False
-        self._moved_by_steps = MovedBytes()
+        self.counters = ModelCounters(
+            updates=self._updates, attachment=self._attachment, store=store
+        )
 
     def open(self) -> None:
         """Lays the model out, moves its parameters to their tier and attaches to its modules.
@@ -165,11 +109,18 @@ class WrappedModel:
         """
         discovered = discover_units(self.model, self.options.units)
         discovered.prefix_units(self._prefix)
-        self.layout = self._lay_out(discovered)
-        self._require_same_layout()
-        self._co_resident_units = discovered.co_resident_units
-        self.plan = self._make_plan(self.layout)
-        self.device_plan = self._make_device_plan()
+        stored = None if self._resume is None else self._resume.layout
+        self.layout = lay_out(discovered, self.options, stored=stored)
+        if stored is not None:
+            self.require_layout(stored)
+        self._planner = Planner(
+            options=self.options,
+            co_resident_units=discovered.co_resident_units,
+            keeps_records=bool(self._order.kept(1, 1, 1)),
+            is_unified=self.device.is_unified,
+        )
+        self.plan = self._planner.host(self.layout)
+        self.device_plan = self._planner.device(self.layout)
         self.plan.require_fit()
         self.device_plan.require_fit()
         for unit in discovered.units:
@@ -181,9 +132,9 @@ class WrappedModel:
             self._buffers().read(self._store, self._resume.buffers)
         if self._is_streamed:
             move_buffers(self.model, self.device.torch_device)
-            self._attach(discovered)
+            self._stream(discovered)
         elif self._updates.deferred is not None:
-            self._attach_resident(discovered, self._updates.deferred)
+            self._attachment.hide_pending(discovered, state=self._state, updates=self._updates)
         if self.options.is_training and self.options.activations.is_used:
             self._activations = open_activations(
                 self.model,
@@ -193,7 +144,8 @@ class WrappedModel:
                 device=self.device,
                 make_spill=self._make_spill,
             )
-        self._note_versions()
+            self.counters.offloaded = self._activations
+        self._edits.see()
 
     def close(self) -> None:
         """Applies what is pending and detaches from the model's modules; may be called again.
@@ -208,10 +160,7 @@ class WrappedModel:
                 self._activations.close()
             if self._gradients is not None:
                 self._gradients.close()
-            if self._streamed is not None:
-                self._streamed.close()
-            if self._staged is not None:
-                self._staged.close()
+            self._attachment.close()
             if self._device_memory is not None:
                 self.device.unregister_host(self._memory.whole)
 
@@ -225,14 +174,8 @@ class WrappedModel:
             ConfigError: Matrices are laid out apart for an optimizer that does not update them,
                 or are not for one that does; or the state does not fit what was planned.
         """
-        if takes_whole != bool(self.layout.whole):
-            raise ConfigError(
-                f"cannot make an optimizer that updates {'whole' if takes_whole else 'no whole'} "
-                f"matrices: found {len(self.layout.whole)} of them laid out apart; make the "
-                f'session {"with" if takes_whole else "without"} `optimizer="muon"`'
-            )
+        require_wholeness(self.layout, takes_whole=takes_whole)
         if rule != self.layout.rule:
-            self._require_no_state(rule)
             self._change_rule(rule)
 
     def is_whole(self, name: str) -> bool:
@@ -290,62 +233,23 @@ class WrappedModel:
             if self._updates.deferred is None:
                 self._updates.run(updates, step=step, skip=done)
             else:
-                assert self._streamed is not None
-                trace = self._streamed.residency.trace
+                assert self._attachment.streamed is not None
+                trace = self._attachment.streamed.residency.trace
                 self._updates.start(updates, step=step, trace=trace, skip=done)
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
                 # As after any in-place update: a graph that saved the old value must not be used.
                 torch.autograd.graph.increment_version(self._parameters[name])
             self.completed_steps += 1
-            self._note_versions()
+            self._edits.see()
         except BaseException as error:  # an interrupt too: what is counted is not what is done
             self._updates.failure = error
             raise
-        if self._streamed is not None:
-            self._streamed.after_update()
-        self.update_s += time.perf_counter() - started
+        if self._attachment.streamed is not None:
+            self._attachment.streamed.after_update()
+        self.counters.update_s += time.perf_counter() - started
 
     # What the session asks.
-
-    @property
-    def io_wait_s(self) -> float:
-        """Time for which the caller's thread waited for storage."""
-        fetches_s = self._residency.counters.io_wait_s if self._residency else 0.0
-        return fetches_s + self._updates.io_wait_s + self.activations.wait_s
-
-    @property
-    def update_wait_s(self) -> tuple[float, float]:
-        """Time for which passes waited for pending updates, and the part of it for storage."""
-        deferred = self._updates.deferred
-        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
-
-    def moved(self) -> "MovedBytes":
-        """Returns what was moved so far, without what commits wrote and digests read."""
-        io = self._store.stats() if self._store is not None else None
-        return MovedBytes(
-            read_bytes=io.read_bytes - self.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - self.commit_record_bytes if io else 0,
-            cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
-        )
-
-    def moved_by_steps(self) -> "MovedBytes":
-        """Returns `moved` of when no update was pending last: differences are of whole steps."""
-        return self.moved() if self._updates.deferred is None else self._moved_by_steps
-
-    @property
-    def update_read_bytes(self) -> int:
-        return self._updates.pipeline.read_bytes
-
-    @property
-    def stalls(self) -> tuple[Stall, ...]:
-        """What the caller's thread waited for, longest first."""
-        return self._updates.stalls.stalls()
-
-    @property
-    def activations(self) -> ActivationCounters:
-        """What was moved of activations."""
-        return self._activations.counters if self._activations else ActivationCounters()
 
     @property
     def host_peak_bytes(self) -> int:
@@ -357,17 +261,17 @@ class WrappedModel:
         return self._memory.transfers
 
     @property
-    def device_peak_bytes(self) -> int | None:
-        """Most bytes leased at one time on the device; None where host arenas are its arenas."""
-        return None if self._device_memory is None else self._device_memory.budget.peak_bytes
-
-    @property
     def residency(self) -> Residency | None:
-        return self._residency
+        return self._attachment.residency
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Tells whether `parameter` is one of this model, trained or not."""
         return id(parameter) in self._names
+
+    def require_layout(self, stored: ModelLayout) -> None:
+        """Raises StoreError unless `stored` is the layout of this model."""
+        assert self._store is not None
+        require_same(stored, self.layout, root=self._store.root)
 
     def require_committable(self) -> None:
         """Raises StoreError if an update failed in its middle."""
@@ -378,12 +282,11 @@ class WrappedModel:
         self.require_committable()
         assert self._store is not None
         self._updates.finish()
-        before = self._store.stats().write_bytes
-        self._settle_edits()
-        self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
-        write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
-        buffers = self._buffers().write(self._store)
-        self.commit_record_bytes += self._store.stats().write_bytes - before
+        with self.counters.committing():
+            self._settle_edits()
+            self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
+            write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
+            buffers = self._buffers().write(self._store)
         return CommitHead(
             step=self.completed_steps,
             layout=self.layout,
@@ -395,8 +298,8 @@ class WrappedModel:
     def leave_store(self) -> None:
         """Drops what is pending and takes every unit out of its slot: the store may change."""
         self._updates.drop()
-        if self._residency is not None:
-            self._residency.evict_all()
+        if self.residency is not None:
+            self.residency.evict_all()
 
     def roll_back(self, point: CommitHead) -> None:
         """Goes back to `point`, which is current in the store now; after `leave_store`."""
@@ -410,18 +313,20 @@ class WrappedModel:
             self._buffers().read(self._store, point.buffers)
         for parameter in self._parameters.values():
             torch.autograd.graph.increment_version(parameter)
-        self._note_versions()
+        self._edits.see()
 
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
         self._updates.require_whole("digest")
         self._updates.finish()
         self._settle_edits()
-        before = self._read_bytes()
         stored = [] if self._state.parameters is not None else self.layout.subgroups.values()
         largest = max((s.padded_parameter_bytes for each in stored for s in each), default=0)
-        self._updates.pipeline.drop_prefetched()  # the digest reads through a buffer
-        with self._memory.lend_scratch(largest, make_room=self._give_slots_back) as scratch:
+        make_room = self._attachment.give_slots_back
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.counters.digesting())
+            self._updates.pipeline.drop_prefetched()  # the digest reads through a buffer
+            scratch = stack.enter_context(self._memory.lend_scratch(largest, make_room=make_room))
             reader = StateParts(
                 store=self._store,
                 scratch=scratch,
@@ -429,51 +334,29 @@ class WrappedModel:
                 records=self._state.records,
                 cached=self._cached_states(),
             )
-            digest = state_digest(
+            return state_digest(
                 self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
             )
-        self.digest_read_bytes += self._read_bytes() - before
-        return digest
 
     def _cached_states(self) -> dict[str, memoryview]:
         states = ((r.name, self._window.cached_state(r)) for r in self.layout.records)
         return {name: state for name, state in states if state is not None}
-
-    def _read_bytes(self) -> int:
-        return self._store.stats().read_bytes if self._store is not None else 0
 
     def _buffers(self) -> ModelBuffers:
         return ModelBuffers(self.model, self._prefix)
 
     # Steps of opening.
 
-    def _lay_out(self, discovered: DiscoveredModel) -> ModelLayout:
-        rule, whole = self.options.rule, whole_matrices(discovered, self.options.matrices)
-        stored = self._stored_layout()
-        if stored is not None:  # whatever optimizer comes, its state is there
-            rule, whole = stored.rule, stored.whole
-        return build_layout(
-            [unit.facts for unit in discovered.units],
-            codec=self.options.codec,
-            rule=rule,
-            whole=whole,
-        )
-
-    def _stored_layout(self) -> ModelLayout | None:
-        return self._resume.layout if self._resume is not None else None
-
-    def _require_no_state(self, rule: str) -> None:
+    def _change_rule(self, rule: str) -> None:
+        """Lays the state out anew in the memory that was planned for another rule."""
         if self.completed_steps or self._is_resumed:
             raise StoreError(
                 f"cannot make an optimizer with update rule `{rule}`: found the state of "
                 f"`{self.layout.rule}` after {self.completed_steps} steps; make the optimizer "
                 "that the run was started with, or start another store"
             )
-
-    def _change_rule(self, rule: str) -> None:
-        """Lays the state out anew in the memory that was planned for another rule."""
         layout = dataclasses.replace(self.layout, rule=rule)
-        needed = self._make_plan(layout)
+        needed = self._planner.host(layout)
         if (
             needed.state_buffer_bytes > self.plan.state_buffer_bytes
             or needed.resident_state_bytes > self.plan.resident_state_bytes
@@ -487,66 +370,6 @@ class WrappedModel:
         self._lay_out_state()
         self._state.edited |= before.edited
         self._state.dirty |= before.dirty
-
-    def _require_same_layout(self) -> None:
-        stored = self._stored_layout()
-        if stored is not None:
-            self.require_layout(stored)
-
-    def require_layout(self, stored: ModelLayout) -> None:
-        """Raises StoreError unless `stored` is the layout of this model."""
-        if stored != self.layout:
-            assert self._store is not None
-            raise StoreError(
-                f"cannot resume from store `{self._store.root}`: expected the model that it "
-                f"holds ({stored.num_parameters} parameters in {len(stored.units)} units, codec "
-                f"`{stored.codec}`), found another ({self.layout.num_parameters} in "
-                f"{len(self.layout.units)} units, codec `{self.layout.codec}`); build the same "
-                "model, or use another store"
-            )
-
-    def _make_plan(self, layout: ModelLayout) -> HostPlan:
-        budget = self.options.budget_bytes
-        if budget is not None and self.options.name is None:
-            return self._plan_within(layout, budget)
-        needed = self._plan_within(layout, UNBOUNDED_BYTES)
-        if budget is None or needed.planned_bytes > budget:
-            return needed if budget is None else self._plan_within(layout, budget)
-        return dataclasses.replace(needed, budget_bytes=budget)
-
-    def _plan_within(self, layout: ModelLayout, budget_bytes: int) -> HostPlan:
-        options = self.options
-        return plan_host(
-            layout,
-            budget_bytes=budget_bytes,
-            parameters=options.parameters,
-            optimizer=options.optimizer,
-            gradient_dtype=options.gradient_dtype,
-            co_resident_units=self._co_resident_units,
-            prefetch_distance=options.prefetch_distance,
-            keeps_records=bool(self._order.kept(1, 1, 1)),
-            is_training=options.is_training,
-            is_unified=self.device.is_unified,
-            activations=options.activations.plan,
-        )
-
-    def _make_device_plan(self) -> DevicePlan:
-        budget = self.options.device_budget_bytes
-        if budget is None or self.options.name is None:
-            return self._device_plan_within(budget)
-        needed = self._device_plan_within(None)
-        if needed.planned_bytes > budget:
-            return self._device_plan_within(budget)
-        return dataclasses.replace(needed, budget_bytes=budget)
-
-    def _device_plan_within(self, budget_bytes: int | None) -> DevicePlan:
-        return plan_device(
-            self.layout,
-            budget_bytes=budget_bytes,
-            co_resident_units=self._co_resident_units,
-            prefetch_distance=self.options.prefetch_distance,
-            holds_all=self.options.budget_bytes is None,
-        )
 
     @property
     def _is_streamed(self) -> bool:
@@ -590,6 +413,7 @@ class WrappedModel:
             num_cached=self.plan.num_cached,
         )
         self._updates.use(self._state, self._window, self._kernels)
+        self._edits.use(self._state)
 
     def _adopt(self) -> None:
         adoption = Adoption(
@@ -606,67 +430,29 @@ class WrappedModel:
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
-        if self._state.records is not None and not self._is_resumed:
-            # A resident fp32 master starts as its parameter, as an edited one does.
-            self._state.edited.update(
-                p.name for p in self._trainable() if self._has_master(p.dtype)
-            )
+        adoption.begin_masters()
 
-    def _attach(self, discovered: DiscoveredModel) -> None:
+    def _stream(self, discovered: DiscoveredModel) -> None:
         if not self.layout.parameter_bytes:  # nothing to stream
             return
-        units = [
-            StreamedUnit(unit, index, self._parameters, device=self.device.torch_device)
-            for index, unit in enumerate(self.layout.units)
-        ]
-        for unit in units:
-            for binding in unit.bindings:
-                binding.detach()
-        slots = self._memory.slots if self._device_memory is None else self._device_memory.slots
+        staging, device = self._memory.slots, self._device_memory
+        slots = staging if device is None else device.slots
         assert slots is not None
-        self._residency = Residency(
-            units,
-            pool=slots,
-            tier=self._make_tier(),
+        self._attachment.stream(
+            discovered,
+            state=self._state,
+            updates=self._updates,
+            slots=slots,
+            staging=staging,
             prefetch_distance=self.options.prefetch_distance,
-            on_edit=self._on_edit,
-            device=self.device,
-            stalls=self._updates.stalls,
+            on_edit=self._edits.note,
         )
-        self._streamed = StreamedModel(self.model, discovered, self._residency)
-        self._streamed.open()
-
-    def _attach_resident(self, discovered: DiscoveredModel, deferred: DeferredUpdates) -> None:
-        assert self._state.parameters is not None
-        resident = ResidentUnits(self.layout, self._parameters, self._state.parameters, deferred)
-        self._updates.resident = resident
-        self._streamed = StreamedModel(self.model, discovered, resident)
-        self._streamed.open()
-
-    def _make_tier(self) -> ParameterTier:
-        if self._state.parameters is not None:
-            host = HostUnits(self.layout, self._state.parameters, self.device)
-            return self._updates.gate(self.layout, host) or host
-        assert self._store is not None
-        plain = StoredUnits(self.layout, self._store)
-        stored = self._updates.gate(self.layout, plain) or plain
-        if self.device.is_unified:
-            return stored
-        assert self._memory.slots is not None
-        self._staged = StagedUnits(stored, self._memory.slots, self.device)
-        return self._staged
-
-    def _trainable(self) -> list[ParameterFacts]:
-        return [p.facts for shard, p in self.layout.parameters.values() if shard.is_trainable]
-
-    def _has_master(self, dtype: str) -> bool:
-        return any(kind.name == "master" for kind in section_kinds(self.layout.codec, dtype))
 
     # Steps of updating and committing.
 
     def _before_gradient_changes(self, name: str) -> None:
         if self._updates.finish_before_gradient(name):
-            self._moved_by_steps = self.moved()
+            self.counters.end_step()
 
     def _on_gradient(self, name: str) -> None:
         """Starts the updates for which this was the last gradient."""
@@ -683,78 +469,21 @@ class WrappedModel:
 
     def _leave_slots(self) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""
-        if self._residency is not None:
-            self._residency.evict_all()
-            return
-        edited = [n for n in self._parameters if self._is_edited(n)]
-        self._note_edits(edited)
-
-    def _is_edited(self, name: str) -> bool:
-        """Whether the user changed a resident parameter; data that was replaced is taken over.
-
-        Raises:
-            StoreError: It has another shape or dtype now.
-        """
-        assert self._state.parameters is not None
-        shard, placed = self.layout.parameters[name]
-        flat, parameter = self._state.parameters[shard.name], self._parameters[name]
-        view = flat[placed.start : placed.stop].view(placed.facts.shape)
-        if parameter.shape != view.shape or parameter.dtype != view.dtype:
-            raise StoreError(
-                f"cannot update parameter `{name}`: expected {tuple(view.shape)} of {view.dtype}, "
-                f"found {tuple(parameter.shape)} of {parameter.dtype}; do not change a wrapped "
-                "model's shapes or dtypes"
-            )
-        if view.numel() and parameter.data_ptr() != view.data_ptr():
-            view.copy_(parameter.data)
-            parameter.data = view
-            return True
-        return parameter._version != self._seen_versions[name]
-
-    def _give_slots_back(self) -> None:
-        assert self._residency is not None
-        self._residency.evict_unheld()
-        if self._staged is not None:
-            self._staged.drain()
-        gc.collect()
+        if self.residency is not None:
+            self.residency.evict_all()
+        else:
+            self._edits.note_resident()
 
     def _settle_edits(self) -> None:
         """Brings parameters that the user edited, and their masters, to where they are stored."""
-        if self._residency is not None:
-            for unit in self._residency.units:
-                self._residency.capture_edits(unit)
+        if self.residency is not None:
+            for unit in self.residency.units:
+                self.residency.capture_edits(unit)
         else:
             self._leave_slots()
-            self._note_versions()
+            self._edits.see()
         if self._state.edited:
             self._updates.run({}, step=self.completed_steps + 1)
-
-    def _on_edit(self, unit: StreamedUnit, names: list[str]) -> None:
-        del unit
-        self._note_edits(names)
-
-    def _note_edits(self, names: list[str]) -> None:
-        if not names:
-            return
-        trainable = {n for n in names if self._parameters[n].requires_grad}
-        if self.options.is_training:
-            self._state.edited.update(trainable)
-        if self._state.parameters is not None:
-            for name in names:
-                shard, placed = self.layout.parameters[name]
-                self._state.dirty.update(
-                    parameter_key(s)
-                    for s in self.layout.subgroups[shard.name]
-                    if placed.start < s.stop and s.start < placed.stop
-                )
-        logger.info(
-            "%d parameters were edited in place (first: `%s`): they are the master again",
-            len(names),
-            names[0],
-        )
-
-    def _note_versions(self) -> None:
-        self._seen_versions = {name: p._version for name, p in self._parameters.items()}
 
     def _require_room_for_step(self) -> None:
         if self._store is not None:

@@ -40,4 +40,4 @@ def open_session(
 def use_small_records(monkeypatch):
     """Cuts flat shards into many subgroups, as those of large models are."""
     small = functools.partial(build_layout, record_elements=SMALL_RECORD_ELEMENTS)
-    monkeypatch.setattr("offload.streaming.wrapped.build_layout", small)
+    monkeypatch.setattr("offload.streaming.model_layout.build_layout", small)

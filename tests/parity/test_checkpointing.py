@@ -40,13 +40,13 @@ def expected_of():
 
 def allow_slots(monkeypatch, num_slots):
     """Lets plans have `num_slots`, or as many as one call needs."""
-    original = offload.streaming.wrapped.plan_host
+    original = offload.streaming.planner.plan_host
 
     def plan(layout, *, co_resident_units, **options):
         found = original(layout, co_resident_units=co_resident_units, **options)
         return dataclasses.replace(found, num_slots=max(num_slots, co_resident_units))
 
-    monkeypatch.setattr(offload.streaming.wrapped, "plan_host", plan)
+    monkeypatch.setattr(offload.streaming.planner, "plan_host", plan)
 
 
 def make(*, form, reentrant, kind):

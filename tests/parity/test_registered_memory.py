@@ -31,7 +31,7 @@ def train(tmp_path, placement):
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        (path,) = session._engines[0].path_stats()
+        (path,) = session._storage.engines[0].path_stats()
         num_pieces = path.counters.registered_memory_pieces
         return session.stats().registered_bytes, num_pieces, session.state_digest()
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
@@ -12,9 +10,9 @@ from typing import Any, Literal, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from offload.config import Config, build_config, load_config
+from offload.config import Config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, PlanError, StorageError, StoreError
+from offload.errors import ConfigError, PlanError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
@@ -25,79 +23,20 @@ from offload.optim.lion import Lion
 from offload.optim.muon import Muon
 from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
-from offload.plan.activations import plan_activations
-from offload.policy import resolve_order, resolve_striping
-from offload.sizes import parse_duration, parse_size
-from offload.storage.drain import Drain, drained_copies
-from offload.storage.engine import Engine
+from offload.policy import resolve_order
+from offload.session.arguments import path_list, resolve, size_bytes
+from offload.session.options import wrap_options
+from offload.session.session_store import SessionStore, choose_roots
+from offload.session.stats import SessionStats, count
+from offload.sizes import parse_duration
 from offload.storage.manifest_files import require_checkpoint_name
-from offload.storage.measured import measured_settings, nominal_rates
-from offload.storage.paced_engine import PacedEngine
-from offload.storage.spill import Spill
-from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
-from offload.storage.store_paths import StorePath
-from offload.storage.store_stats import PathStats
-from offload.storage.summary import has_commit
-from offload.streaming.activations import ActivationOptions
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
 from offload.streaming.swap import Streamed
-from offload.streaming.unit_modules import UnitRules
-from offload.streaming.wrapped import MovedBytes, WrapOptions, WrappedModel
+from offload.streaming.wrapped import WrappedModel
 
-_log = logging.getLogger("offload.session")
 Made = TypeVar("Made", bound=OffloadOptimizer)
-
-STORE_NAME = "offload-store"
-"""The store's directory in a path, unless `store` names another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStats:
-    """Counters since the session was opened."""
-
-    read_bytes: int = 0
-    """Of records, from storage, padding included; without those that digests read."""
-    write_bytes: int = 0
-    """Of records, to storage, padding included; without those that commits wrote."""
-    commit_bytes: int = 0
-    """Manifests, and records that were written because of a commit."""
-    cache_hit_bytes: int = 0
-    io_wait_s: float = 0.0
-    update_s: float = 0.0
-    """In calls of `step`."""
-    update_wait_s: float = 0.0
-    """For which passes waited for updates that run under them."""
-    update_io_wait_s: float = 0.0
-    """The part of it in which those waited for storage."""
-    update_read_bytes: int = 0
-    """The part of `read_bytes` that updates read."""
-    moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
-    """The counters of when no update was pending last: differences are of whole steps."""
-    stalls: tuple[Stall, ...] = ()
-    """What the caller's thread waited for, longest first."""
-    accesses: int = 0
-    prefetch_hits: int = 0
-    prefetch_misses: int = 0
-    host_peak_bytes: int = 0
-    device_peak_bytes: int | None = None
-    activation_offload_bytes: int = 0
-    """Of saved activations that were moved to host memory or storage."""
-    activation_kept_bytes: int = 0
-    """Of those that should have been, and stayed for lack of room."""
-    activation_hits: int = 0
-    """Times that a moved one was there when backward asked for it."""
-    activation_misses: int = 0
-    activation_offload_peak_bytes: int = 0
-    """Most bytes of activations away at one time."""
-    registered_bytes: int = 0
-    """Of slots and windows that the kernel was told of beforehand, so that it does not look their
-    pages up at each transfer; 0 where no path uses io_uring or RLIMIT_MEMLOCK does not allow it."""
-    completed_steps: int = 0
-    committed_step: int | None = None
-    paths: tuple[PathStats, ...] = ()
-    """Of each path of the store."""
 
 
 class Session:
@@ -155,7 +94,7 @@ class Session:
             "tiers.device.kind": device,
             "tiers.device.memory": device_memory,
             "tiers.host.memory": host_memory,
-            "tiers.storage.paths": _path_list(paths),
+            "tiers.storage.paths": path_list(paths),
             "policy": policy,
             "offload": offload,
             "optimizer.name": optimizer,
@@ -163,25 +102,22 @@ class Session:
             "train.gradient_dtype": gradient_dtype,
             **{f"units.{key}": value for key, value in (units or {}).items()},
         }
-        self.config = _resolve(config, {k: v for k, v in overrides.items() if v is not None})
+        self.config = resolve(config, {k: v for k, v in overrides.items() if v is not None})
         if resume not in (True, False, "auto"):
             raise ConfigError(
                 f'cannot make a session: expected `resume` to be True, False or "auto", found '
                 f"`{resume!r}`; correct it"
             )
-        self._store_paths = self._choose_store(store)
+        self._roots = choose_roots(self.config, store)
         self._resume = resume
         self._path_rates = tuple(path_rates)
-        self._engines: list[Engine | PacedEngine] = []
-        self._store: BlockStore | None = None
-        self._drain: Drain | None = None
+        self._storage = self._new_storage()
         self._kernels: Kernels | None = None
         self._device: Device | None = None
         self._building: Building | None = None
         self._models = self._new_models()
         self._resume_point: CommitHead | None = None
         self._committed_step: int | None = None
-        self._registered_bytes = 0
         self._is_open = False
         self.metadata: dict[str, Any] | None = None
         """What the commit that was resumed was given; None for a new store."""
@@ -211,35 +147,28 @@ class Session:
         self._device = self._make_device()
         self._device.open()
         self._is_open = True
-        if not self._store_paths:
+        if not self._roots:
             return
         try:
-            self._open_store(self._store_paths)
+            self._open_store()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Detaches from the model and closes the store; what was not committed is lost."""
-        self._registered_bytes = 0
         models, self._models = self._models.all(), self._new_models()
-        store, self._store = self._store, None
-        engines, self._engines = self._engines, []
-        drain, self._drain = self._drain, None
+        storage, self._storage = self._storage, self._new_storage()
         building, self._building = self._building, None
         device, self._device = self._device, None
         self._is_open = False
         with contextlib.ExitStack() as stack:
             if device is not None:
                 stack.callback(device.close)
-            for engine in engines:
-                stack.callback(engine.close)
-            if store is not None:
-                stack.callback(store.close)
+            stack.callback(storage.close)
             if building is not None:
                 stack.callback(building.finish)
-            if drain is not None:
-                stack.callback(drain.close)
+            stack.callback(storage.close_drain)
             for wrapped in models:
                 stack.callback(wrapped.close)
 
@@ -309,10 +238,10 @@ class Session:
                 f"expected none, found `{device_memory}`; pass `host_memory`"
             )
         options = dataclasses.replace(
-            self._wrap_options(training, units),
+            wrap_options(self.config, training=training, units=units),
             name=name,
-            budget_bytes=self._models.free_host_bytes(_size(host_memory)),
-            device_budget_bytes=self._models.free_device_bytes(_size(device_memory)),
+            budget_bytes=self._models.free_host_bytes(size_bytes(host_memory)),
+            device_budget_bytes=self._models.free_device_bytes(size_bytes(device_memory)),
         )
         assert self._kernels is not None
         point = self._resume_point
@@ -327,7 +256,7 @@ class Session:
             device=self._device,
             host_budget=self._models.host_budget,
             device_budget=self._models.device_budget,
-            make_spill=self._make_spill if self._store is not None else None,
+            make_spill=self._storage.make_spill if self._store is not None else None,
         )
         try:
             wrapped.open()
@@ -338,7 +267,7 @@ class Session:
                     f"{error}, or give other models less, as `wrap(model, host_memory=...)`"
                 ) from error
             raise
-        self._register(wrapped.transfer_memory)
+        self._storage.register(wrapped.transfer_memory)
         self._models.add(name or MAIN, wrapped)
         if self._building is not None and self._building.is_finished:
             self._building = None
@@ -420,11 +349,7 @@ class Session:
         """
         require_checkpoint_name(name)
         self.commit(metadata)
-        assert self._store is not None
-        self._store.save(name)
-        if self._drain is not None:
-            self._drain.start(name)
-        self._delete_old_checkpoints(self._store)
+        self._storage.save(name)
 
     def load(self, name: str) -> None:
         """Goes back to checkpoint `name`, in this process; `metadata` is what it was given.
@@ -463,24 +388,15 @@ class Session:
             StoreError: There is none of that name, or its copy to `checkpoint.drain` goes on.
         """
         self._require_open("delete a checkpoint")
-        if self._store is None or name not in self._store.checkpoints():
-            raise StoreError(
-                f"cannot delete checkpoint `{name}`: expected one of {self.checkpoints()}; correct "
-                "the name"
-            )
-        if self._drain is not None and self._drain.is_draining(name):
-            raise StoreError(
-                f"cannot delete checkpoint `{name}`: expected it to be copied, found that its copy "
-                "goes on; call `session.wait_drained()` first"
-            )
-        self._store.delete_checkpoint(name)
+        self._storage.delete_checkpoint(name)
 
     def wait_drained(self) -> list[str]:
         """Waits until all checkpoints are copied; returns a line for each that could not be."""
-        if self._drain is None:
+        drain = self._storage.drain
+        if drain is None:
             return []
-        self._drain.wait()
-        return list(self._drain.failures)
+        drain.wait()
+        return list(drain.failures)
 
     def state_digest(self, name: str = MAIN) -> str:
         """Returns one number over parameters and state, equal for equal state however stored.
@@ -492,45 +408,11 @@ class Session:
 
     def stats(self) -> SessionStats:
         """Returns the counters."""
-        wrapped, store, models = self._wrapped, self._store, self._models
-        if wrapped is None:
-            return SessionStats(committed_step=self._committed_step)
-        io = store.stats() if store is not None else None
-        counters = [m.residency.counters for m in models.all() if m.residency is not None]
-        accesses = sum(each.accesses for each in counters)
-        hits = sum(each.prefetch_hits for each in counters)
-        moved = models.without_others(wrapped.moved())
-        activations = wrapped.activations
-        return SessionStats(
-            read_bytes=moved.read_bytes,
-            write_bytes=moved.write_bytes,
-            commit_bytes=io.commit_bytes + sum(m.commit_record_bytes for m in models.all())
-            if io
-            else 0,
-            cache_hit_bytes=moved.cache_hit_bytes,
-            moved_by_steps=models.without_others(wrapped.moved_by_steps()),
-            io_wait_s=sum(m.io_wait_s for m in models.all()),
-            update_s=wrapped.update_s,
-            update_wait_s=wrapped.update_wait_s[0],
-            update_io_wait_s=wrapped.update_wait_s[1],
-            update_read_bytes=wrapped.update_read_bytes,
-            stalls=wrapped.stalls,
-            accesses=accesses,
-            prefetch_hits=hits,
-            prefetch_misses=accesses - hits,
-            registered_bytes=self._registered_bytes,
-            host_peak_bytes=models.host_budget.peak_bytes,
-            device_peak_bytes=None
-            if wrapped.device.is_unified
-            else models.device_budget.peak_bytes,
-            activation_offload_bytes=activations.offload_bytes,
-            activation_kept_bytes=activations.kept_bytes,
-            activation_hits=activations.hits,
-            activation_misses=activations.misses,
-            activation_offload_peak_bytes=activations.peak_bytes,
-            completed_steps=wrapped.completed_steps,
+        return count(
+            self._models,
+            self._store,
+            registered_bytes=self._storage.registered_bytes,
             committed_step=self._committed_step,
-            paths=io.paths if io else (),
         )
 
     @property
@@ -541,125 +423,36 @@ class Session:
         return self._device.torch_device
 
     @property
+    def _store(self) -> BlockStore | None:
+        return self._storage.blocks
+
+    @property
     def _wrapped(self) -> WrappedModel | None:
         """The model without a name, or the first."""
         return self._models.main
 
     def _new_models(self) -> Models:
-        device_bytes = self.config.tiers.device.memory if self.config.offload else None
-        return Models(host_bytes=self._budget_bytes, device_bytes=device_bytes)
-
-    @property
-    def _budget_bytes(self) -> int | None:
-        return self.config.tiers.host.memory if self.config.offload else None
-
-    def _choose_store(self, store: str | Path | Sequence[str | Path] | None) -> list[Path]:
-        if not self.config.offload:
-            return []
-        if store is not None:
-            return [Path(store)] if isinstance(store, str | Path) else [Path(s) for s in store]
-        paths = self.config.tiers.storage.paths
-        for path in paths:
-            if not Path(path).is_dir():
-                raise ConfigError(
-                    f"cannot use path `{path}`: expected a directory, found "
-                    f"{'a file' if Path(path).exists() else 'nothing'}; make it, mount it, or "
-                    "correct `paths`"
-                )
-        if paths:
-            return [Path(path) / STORE_NAME for path in paths]
-        policy = self.config.policy
-        if "storage" in (policy.parameters, policy.optimizer, self.config.activations.offload):
-            raise ConfigError(
-                "cannot keep parameters, optimizer state or activations on storage: expected a "
-                "directory in `paths` or `store`, found none; name one, or choose "
-                "`policy={'parameters': 'host', 'optimizer': 'host'}`"
-            )
-        return []
-
-    def _open_store(self, roots: list[Path]) -> None:
-        tier = self.config.tiers.storage
-        for index, root in enumerate(roots):
-            self._engines.append(_open_engine(root, tier.rate_limit_of(index)))
-        rates = self._nominal_rates(roots)
-        self._store = BlockStore(
-            [
-                StorePath(
-                    root=root,
-                    capacity_bytes=tier.capacity_of(index),
-                    shares_capacity=self.config.activations.offload == "storage",
-                    nominal_bytes_per_s=rate,
-                )
-                for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
-            ],
-            engine=self._engines,
-            durability=tier.durability,
-            describe=self._describe_record,
-            striping=resolve_striping(self.config.policy.striping),
-            advise=self._advise,
+        tiers = self.config.tiers if self.config.offload else None
+        return Models(
+            host_bytes=tiers.host.memory if tiers else None,
+            device_bytes=tiers.device.memory if tiers else None,
         )
-        if self._resume is False or (self._resume == "auto" and not has_commit(*roots)):
-            self._store.create()
-            self._start_draining(self._store)
-            return
-        self._store.open()
-        self._resume_point = CommitHead.from_json(self._store.head)
-        self.metadata = self._resume_point.metadata
-        self._committed_step = self._resume_point.step
-        self._models.note_resumed(self._resume_point)
-        self._start_draining(self._store)
-        self._delete_old_checkpoints(self._store)  # `keep_last` may be less than it was
 
-    def _nominal_rates(self, roots: list[Path]) -> tuple[float | None, ...]:
-        limits = [self.config.tiers.storage.rate_limit_of(index) for index in range(len(roots))]
-        rates = nominal_rates(roots, probed=self._path_rates, limits=limits)
-        if None in rates and len(roots) > 1 and self.config.policy.striping == "proportional":
-            _log.warning(
-                "`policy.striping` = `proportional` goes by the machine's profile, which has no "
-                "rate for path `%s`: it counts as the mean of the others; measure it with "
-                "`offload bench io PATH --tune`",
-                roots[rates.index(None)],
-            )
-        return rates
+    def _new_storage(self) -> SessionStore:
+        return SessionStore(
+            self.config, self._roots, path_rates=self._path_rates, describe=self._describe_record
+        )
 
-    def _register(self, memory: memoryview) -> None:
-        """Tells the kernel of memory that every step moves; without that all goes on the same."""
-        if memory:
-            is_used = [engine.register(memory) for engine in self._engines]
-            self._registered_bytes += len(memory) if any(is_used) else 0
-
-    def _start_draining(self, store: BlockStore) -> None:
-        options = self.config.checkpoint
-        if options.drain is not None:
-            self._drain = Drain(
-                store,
-                target=Path(options.drain),
-                bytes_per_s=options.drain_rate_limit,
-                keep_last=options.keep_last,
-            )
-            self._drain.start_unfinished()
-
-    def _delete_old_checkpoints(self, store: BlockStore) -> None:
-        keep_last = self.config.checkpoint.keep_last
-        names = list(store.checkpoints())
-        for name in names[:-keep_last] if keep_last else []:
-            # What is still being copied is deleted with a later one.
-            if self._drain is None or not self._drain.is_draining(name):
-                try:
-                    store.delete_checkpoint(name)
-                except StorageError as error:  # as where a path is read-only by now
-                    _log.warning("%s; it is kept, and so are its blocks", error)
-
-    def _advise(self) -> str:
-        """Returns from which copy a run can go on whose paths are lost."""
-        target = self.config.checkpoint.drain
-        if target is None:
-            return "no checkpoint was copied elsewhere: `checkpoint.drain` is not set"
-        copies = drained_copies(Path(target))
-        if not copies:
-            return f"no complete copy of a checkpoint is in `{target}`"
-        newest = copies[-1]
-        return f"the newest copy of a checkpoint is `{newest.root}`, of step {newest.step}"
+    def _open_store(self) -> None:
+        point = self._storage.open(resume=self._resume)
+        if point is not None:
+            self._resume_point = point
+            self.metadata = point.metadata
+            self._committed_step = point.step
+            self._models.note_resumed(point)
+        self._storage.start_draining()
+        if point is not None:  # `keep_last` may be less than it was
+            self._storage.delete_old_checkpoints()
 
     def _describe_record(self, record: str) -> str:
         """Returns which parameters a stored record holds, for messages."""
@@ -671,55 +464,6 @@ class Session:
             if names:
                 return f"parameters {names}"
         return "no parameter of the model" if layouts else "parameters of an unknown model"
-
-    def _wrap_options(self, training: bool, units: Mapping[str, Any] | None) -> WrapOptions:
-        config = self.config
-        if units is not None:
-            config = _resolve(config, {f"units.{key}": value for key, value in units.items()})
-        on_storage = config.offload
-        return WrapOptions(
-            budget_bytes=self._budget_bytes,
-            device_budget_bytes=config.tiers.device.memory,
-            parameters="storage"
-            if on_storage and config.policy.parameters == "storage"
-            else "host",
-            optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
-            codec=config.optimizer.codec,
-            rule=config.optimizer.rule,
-            matrices=config.optimizer.whole_patterns,
-            gradient_dtype=config.train.gradient_dtype,
-            prefetch_distance=config.policy.prefetch,
-            is_training=training,
-            activations=self._activation_options(),
-            units=UnitRules.of(config.units),
-            overlap=config.policy.overlap if config.offload else "none",
-        )
-
-    def _activation_options(self) -> ActivationOptions:
-        asked = self.config.activations
-        moves = asked.offload if self.config.offload else "none"
-        if moves == "host" and self.config.tiers.device.kind == "cpu":
-            _log.warning(
-                "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
-                "within it; `storage` frees it"
-            )
-        return ActivationOptions(
-            checkpoint=asked.checkpoint,
-            offload=moves,
-            threshold_bytes=asked.threshold,
-            plan=plan_activations(
-                moves, memory_bytes=asked.memory, threshold_bytes=asked.threshold
-            ),
-        )
-
-    def _make_spill(self, place_bytes: int) -> Spill:
-        assert self._store is not None
-        return Spill(
-            self._store_paths,
-            self._engines,
-            place_bytes=place_bytes,
-            rooms=[self._store.spill_room(root) for root in self._store_paths],
-        )
 
     def _make_device(self) -> Device:
         tier = self.config.tiers.device
@@ -753,31 +497,3 @@ class Session:
         engine = self.update_engine(listed)
         given = params if isinstance(params, torch.Tensor) else cast(Parameters, listed)
         return kind(given, engine=engine, **options)
-
-
-def _path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | None:
-    if paths is None:
-        return None
-    return [str(paths)] if isinstance(paths, (str, Path)) else [str(path) for path in paths]
-
-
-def _open_engine(root: Path, rate_limit: int | None) -> Engine | PacedEngine:
-    plain = Engine(paths=measured_settings(root))
-    engine = plain if rate_limit is None else PacedEngine(plain, bytes_per_s=rate_limit)
-    engine.open()
-    return engine
-
-
-def _resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:
-    if isinstance(config, Config):
-        if not overrides:
-            return config
-        return build_config(config.model_dump(exclude_unset=False), overrides=overrides)
-    if isinstance(config, (str, Path)):
-        values = load_config(config).model_dump()
-        return build_config(values, overrides=overrides)
-    return build_config(config, overrides=overrides, source="Session")
-
-
-def _size(value: str | int | None) -> int | None:
-    return parse_size(value) if isinstance(value, str) else value

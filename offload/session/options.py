@@ -1,0 +1,58 @@
+"""How the configuration of a session says that a model is wrapped."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from offload.config import Config
+from offload.plan.activations import plan_activations
+from offload.session.arguments import resolve
+from offload.streaming.activations import ActivationOptions
+from offload.streaming.unit_modules import UnitRules
+from offload.streaming.wrap_options import WrapOptions
+
+_log = logging.getLogger("offload.session")
+
+
+def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | None) -> WrapOptions:
+    """Returns the options of a model without a name that has all of the budgets.
+
+    Args:
+        config: Of the session.
+        training: False: no gradients and no optimizer state.
+        units: Keys of `units` in a config, for this model.
+    """
+    if units is not None:
+        config = resolve(config, {f"units.{key}": value for key, value in units.items()})
+    on_storage = config.offload
+    return WrapOptions(
+        budget_bytes=config.tiers.host.memory if config.offload else None,
+        device_budget_bytes=config.tiers.device.memory,
+        parameters="storage" if on_storage and config.policy.parameters == "storage" else "host",
+        optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
+        codec=config.optimizer.codec,
+        rule=config.optimizer.rule,
+        matrices=config.optimizer.whole_patterns,
+        gradient_dtype=config.train.gradient_dtype,
+        prefetch_distance=config.policy.prefetch,
+        is_training=training,
+        activations=_activation_options(config),
+        units=UnitRules.of(config.units),
+        overlap=config.policy.overlap if config.offload else "none",
+    )
+
+
+def _activation_options(config: Config) -> ActivationOptions:
+    asked = config.activations
+    moves = asked.offload if config.offload else "none"
+    if moves == "host" and config.tiers.device.kind == "cpu":
+        _log.warning(
+            "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
+            "within it; `storage` frees it"
+        )
+    return ActivationOptions(
+        checkpoint=asked.checkpoint,
+        offload=moves,
+        threshold_bytes=asked.threshold,
+        plan=plan_activations(moves, memory_bytes=asked.memory, threshold_bytes=asked.threshold),
+    )

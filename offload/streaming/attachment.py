@@ -1,0 +1,122 @@
+"""What is attached to the modules of a wrapped model."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from offload.devices import Device
+from offload.memory import SlotPool
+from offload.optim.model_state import ModelState
+from offload.streaming.discovery import DiscoveredModel
+from offload.streaming.model import StreamedModel
+from offload.streaming.residency import ParameterTier, Residency
+from offload.streaming.resident import ResidentUnits
+from offload.streaming.step_updates import StepUpdates
+from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
+from offload.streaming.unit import StreamedUnit
+
+
+class Attachment:
+    """Streams the units of a model, or hides resident ones whose update is pending.
+
+    Attributes:
+        residency: Of streamed units; None where none are streamed.
+        streamed: The model with its modules swapped; None where nothing is attached.
+
+    Concurrency: The thread that runs the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, device: Device
+    ) -> None:
+        """Stores its arguments; `parameters` may be filled later."""
+        self.residency: Residency | None = None
+        self.streamed: StreamedModel | None = None
+        self._model = model
+        self._parameters = parameters
+        self._device = device
+        self._staged: StagedUnits | None = None
+
+    def stream(
+        self,
+        discovered: DiscoveredModel,
+        *,
+        state: ModelState,
+        updates: StepUpdates,
+        slots: SlotPool[Any],
+        staging: SlotPool[memoryview] | None,
+        prefetch_distance: int,
+        on_edit: Callable[[Sequence[str]], None],
+    ) -> None:
+        """Attaches so that a call fetches its unit.
+
+        Args:
+            discovered: The model's units.
+            state: Where parameters are.
+            updates: What an update that is pending holds back.
+            slots: Where the model computes.
+            staging: Host slots on the way to a device with memory of its own.
+            prefetch_distance: The least.
+            on_edit: Called with the names of what the user changed of a unit.
+        """
+        units = [
+            StreamedUnit(unit, index, self._parameters, device=self._device.torch_device)
+            for index, unit in enumerate(state.layout.units)
+        ]
+        for unit in units:
+            for binding in unit.bindings:
+                binding.detach()
+        self.residency = Residency(
+            units,
+            pool=slots,
+            tier=self._make_tier(state, updates, staging),
+            prefetch_distance=prefetch_distance,
+            on_edit=lambda _, names: on_edit(names),
+            device=self._device,
+            stalls=updates.stalls,
+        )
+        self.streamed = StreamedModel(self._model, discovered, self.residency)
+        self.streamed.open()
+
+    def hide_pending(
+        self, discovered: DiscoveredModel, *, state: ModelState, updates: StepUpdates
+    ) -> None:
+        """Attaches to resident units so that a call waits for the updates of its own."""
+        assert state.parameters is not None
+        assert updates.deferred is not None
+        resident = ResidentUnits(state.layout, self._parameters, state.parameters, updates.deferred)
+        updates.resident = resident
+        self.streamed = StreamedModel(self._model, discovered, resident)
+        self.streamed.open()
+
+    def give_slots_back(self) -> None:
+        """Takes every unit that no call holds out of its slot."""
+        assert self.residency is not None
+        self.residency.evict_unheld()
+        if self._staged is not None:
+            self._staged.drain()
+        gc.collect()
+
+    def close(self) -> None:
+        """Detaches; may be called again."""
+        if self.streamed is not None:
+            self.streamed.close()
+        if self._staged is not None:
+            self._staged.close()
+
+    def _make_tier(
+        self, state: ModelState, updates: StepUpdates, staging: SlotPool[memoryview] | None
+    ) -> ParameterTier:
+        if state.parameters is not None:
+            host = HostUnits(state.layout, state.parameters, self._device)
+            return updates.gate(state.layout, host) or host
+        assert state.store is not None
+        plain = StoredUnits(state.layout, state.store)
+        stored = updates.gate(state.layout, plain) or plain
+        if self._device.is_unified:
+            return stored
+        assert staging is not None
+        self._staged = StagedUnits(stored, staging, self._device)
+        return self._staged

@@ -1,0 +1,106 @@
+"""What a wrapped model counts: bytes that its steps moved, and time that they waited."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.storage.stalls import Stall
+from offload.storage.store import BlockStore
+from offload.streaming.activation_store import ActivationCounters
+from offload.streaming.activations import Activations
+from offload.streaming.attachment import Attachment
+from offload.streaming.step_updates import StepUpdates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBytes:
+    """What a model's steps moved from and to storage, padding included, or found in memory."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    cache_hit_bytes: int = 0
+
+
+class ModelCounters:
+    """Counts for one wrapped model since it was wrapped.
+
+    Attributes:
+        update_s: Time in updates of steps, as far as the caller's thread spent it.
+        commit_record_bytes: Of records, written because of commits.
+        digest_read_bytes: Of records, read for digests.
+        offloaded: The activations that are moved; None where none are.
+    """
+
+    def __init__(
+        self, *, updates: StepUpdates, attachment: Attachment, store: BlockStore | None
+    ) -> None:
+        self.update_s = 0.0
+        self.commit_record_bytes = 0
+        self.digest_read_bytes = 0
+        self.offloaded: Activations | None = None
+        self._updates = updates
+        self._attachment = attachment
+        self._store = store
+        self._moved_by_steps = MovedBytes()
+
+    @property
+    def io_wait_s(self) -> float:
+        """Time for which the caller's thread waited for storage."""
+        residency = self._attachment.residency
+        fetches_s = residency.counters.io_wait_s if residency else 0.0
+        return fetches_s + self._updates.io_wait_s + self.activations.wait_s
+
+    @property
+    def update_wait_s(self) -> tuple[float, float]:
+        """Time for which passes waited for pending updates, and the part of it for storage."""
+        deferred = self._updates.deferred
+        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
+
+    @property
+    def update_read_bytes(self) -> int:
+        return self._updates.pipeline.read_bytes
+
+    @property
+    def stalls(self) -> tuple[Stall, ...]:
+        """What the caller's thread waited for, longest first."""
+        return self._updates.stalls.stalls()
+
+    @property
+    def activations(self) -> ActivationCounters:
+        """What was moved of activations."""
+        return self.offloaded.counters if self.offloaded else ActivationCounters()
+
+    def moved(self) -> MovedBytes:
+        """Returns what was moved so far, without what commits wrote and digests read."""
+        io = self._store.stats() if self._store is not None else None
+        return MovedBytes(
+            read_bytes=io.read_bytes - self.digest_read_bytes if io else 0,
+            write_bytes=io.write_bytes - self.commit_record_bytes if io else 0,
+            cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
+        )
+
+    def moved_by_steps(self) -> MovedBytes:
+        """Returns `moved` of when no update was pending last: differences are of whole steps."""
+        return self.moved() if self._updates.deferred is None else self._moved_by_steps
+
+    def end_step(self) -> None:
+        """Takes what was moved so far as that of whole steps."""
+        self._moved_by_steps = self.moved()
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Counts what is written in this context as written because of a commit."""
+        assert self._store is not None
+        before = self._store.stats().write_bytes
+        yield
+        self.commit_record_bytes += self._store.stats().write_bytes - before
+
+    @contextlib.contextmanager
+    def digesting(self) -> Iterator[None]:
+        """Counts what is read in this context as read for a digest."""
+        before = self._read_bytes()
+        yield
+        self.digest_read_bytes += self._read_bytes() - before
+
+    def _read_bytes(self) -> int:
+        return self._store.stats().read_bytes if self._store is not None else 0

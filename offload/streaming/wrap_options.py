@@ -1,0 +1,38 @@
+"""How a model is wrapped: what the session asks of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offload.plan.host import Placement
+from offload.streaming.activations import ActivationOptions
+from offload.streaming.unit_modules import UnitRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapOptions:
+    """How a model is wrapped.
+
+    Attributes:
+        budget_bytes: Of the host tier; None: as much as the model needs.
+        device_budget_bytes: Of the device tier; None: a co-resident set and what is prefetched.
+        rule: The update rule for which state is planned.
+        units: What the user says about units.
+        name: Of a model beside the one without a name: its records begin with it, and it takes no
+            more of the budgets than what it needs and what is fetched ahead.
+        matrices: Glob patterns of the parameters that are updated as whole matrices.
+    """
+
+    budget_bytes: int | None
+    device_budget_bytes: int | None = None
+    parameters: Placement
+    optimizer: Placement
+    codec: str
+    rule: str
+    matrices: tuple[str, ...]
+    gradient_dtype: Literal["parameter", "float32"]
+    prefetch_distance: int
+    is_training: bool
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
+    units: UnitRules | None = None
+    name: str | None = None
+    overlap: str = "none"
