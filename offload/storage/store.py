@@ -1,7 +1,5 @@
 """The copy-on-write block store: records in, records out, commits that survive `kill -9`."""
 
-import enum
-import errno
 import logging
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -12,12 +10,12 @@ from offload.errors import ConfigError, StorageError, StoreError
 from offload.policy import Striping, resolve_striping
 from offload.sizes import MIB, format_size
 from offload.storage.commits import CommitReport
-from offload.storage.data_file import DataFile, data_file_name
+from offload.storage.data_file import data_file_name
 from offload.storage.engine import Priority
 from offload.storage.extents import Version
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.opening import FoundStore, find_store
-from offload.storage.ownership import Ownership
+from offload.storage.ownerships import Ownerships
 from offload.storage.recovery import configs_of, load_commit, require_readable, settle_paths
 from offload.storage.store_directories import (
     check_distinct,
@@ -26,25 +24,14 @@ from offload.storage.store_directories import (
     make_directories,
 )
 from offload.storage.store_parts import StoreParts, make_parts
-from offload.storage.store_paths import OpenPath, PathEngine, StorePath
-from offload.storage.store_stats import BlockPlace, PathStats, StoreStats
+from offload.storage.store_paths import OpenPath, PathEngine, StorePath, open_paths
+from offload.storage.store_state import StoreState
+from offload.storage.store_stats import BlockPlace, StoreStats
 from offload.storage.tickets import StoreTicket
 
 _log = logging.getLogger("offload.storage")
 
 _LEAST_ALIGNMENT = 4096
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-class StoreState(enum.Enum):
-    """What may be asked of a store."""
-
-    CLOSED = "closed"
-    """No file is open; `create` or `open` comes next."""
-    WRITABLE = "open for writing"
-    """This process owns the directory."""
-    READ_ONLY = "open for reading"
-    """Nothing is owned; another process may own the directory and rewrite blocks."""
 
 
 class BlockStore:
@@ -109,7 +96,7 @@ class BlockStore:
         self._striping = striping
         self._advise = advise
         self._state = StoreState.CLOSED
-        self._ownerships: list[Ownership] = []
+        self._ownerships = Ownerships()
         self._parts: StoreParts | None = None
 
     @property
@@ -148,7 +135,7 @@ class BlockStore:
         for root in roots:
             created_in.extend(make_directories(root))
         try:
-            self._own(roots)
+            self._ownerships.acquire(roots)
             for root in roots:
                 check_replaceable(root)  # it may have changed before the store was owned
                 delete_leftovers(root)
@@ -179,7 +166,8 @@ class BlockStore:
         try:
             refused: dict[Path, StorageError] = {}
             if not read_only:
-                refused = self._own_writable([root for root in found.roots if root is not None])
+                there = [root for root in found.roots if root is not None]
+                refused = self._ownerships.acquire_writable(there)
                 found = find_store(roots)
             self._recover(found, read_only=read_only, refused=refused)
         except BaseException:
@@ -200,9 +188,7 @@ class BlockStore:
                 for path in parts.paths:
                     path.data.close()
         finally:
-            ownerships, self._ownerships = self._ownerships, []
-            for ownership in reversed(ownerships):
-                ownership.release()
+            self._ownerships.release()
 
     # Records.
 
@@ -223,32 +209,11 @@ class BlockStore:
 
     def block_place(self, record: str, block: int, *, checkpoint: str | None = None) -> BlockPlace:
         """Returns where block number `block` of a record, or of a checkpoint's, lies now."""
-        at = block
-        parts = self._open_parts
-        if checkpoint is None:
-            version = parts.versions.current(record)
-        else:
-            version = parts.versions.checkpoint(checkpoint)[record]
-        for extent in version.extents:
-            if at < extent.num_blocks:
-                return BlockPlace(
-                    root=parts.paths[extent.path_index].root,
-                    file=data_file_name(extent.path_index),
-                    offset=(extent.first_block + at) * self.block_bytes,
-                )
-            at -= extent.num_blocks
-        raise ConfigError(
-            f"record `{record}` has no block {block}: expected one of its {block - at}; "
-            "ask for a block within it"
-        )
+        return self._open_parts.block_place(record, block, checkpoint=checkpoint)
 
     def bytes_by_path(self, record: str) -> dict[Path, int]:
         """Returns the bytes of a record's blocks on each path that has some."""
-        parts, found = self._open_parts, dict[Path, int]()
-        for extent in parts.versions.current(record).extents:
-            root = parts.paths[extent.path_index].root
-            found[root] = found.get(root, 0) + extent.num_blocks * self.block_bytes
-        return found
+        return self._open_parts.bytes_by_path(record)
 
     def write(
         self,
@@ -456,53 +421,9 @@ class BlockStore:
 
     def stats(self) -> StoreStats:
         """Returns the counters."""
-        parts = self._open_parts
-        return StoreStats(
-            read_bytes=parts.transfers.read_bytes,
-            write_bytes=parts.transfers.write_bytes,
-            commit_bytes=parts.commits.commit_bytes,
-            checkpoint_read_bytes=parts.transfers.checkpoint_read_bytes,
-            live_bytes=parts.versions.num_taken_blocks * self.block_bytes,
-            file_bytes=parts.versions.num_blocks * self.block_bytes,
-            paths=tuple(self._path_stats(parts, path) for path in parts.paths),
-        )
-
-    def _path_stats(self, parts: StoreParts, path: OpenPath) -> PathStats:
-        read_bytes, write_bytes = parts.transfers.bytes_on(path.index)
-        return PathStats(
-            root=path.root,
-            use=path.use.value,
-            read_bytes=read_bytes,
-            write_bytes=write_bytes,
-            live_bytes=parts.versions.num_taken_on(path.index) * self.block_bytes,
-            round_trip_bytes_per_s=parts.rates.round_trip_bytes_per_s(path.index),
-        )
+        return self._open_parts.stats()
 
     # Steps of opening.
-
-    def _own(self, roots: Sequence[Path]) -> None:
-        for root in roots:
-            ownership = Ownership(root)
-            ownership.acquire()
-            self._ownerships.append(ownership)
-
-    def _own_writable(self, roots: Sequence[Path]) -> dict[Path, StorageError]:
-        """Owns the directories that can be written; returns the errors of the others.
-
-        Raises:
-            StorageError: None of them can be written.
-        """
-        refused: dict[Path, StorageError] = {}
-        for root in roots:
-            try:
-                self._own([root])
-            except StorageError as error:
-                if error.errno not in _READ_ONLY:
-                    raise
-                refused[root] = error
-        if refused and not self._ownerships:
-            raise next(iter(refused.values()))
-        return refused
 
     def _recover(
         self, found: FoundStore, *, read_only: bool, refused: Mapping[Path, StorageError]
@@ -524,7 +445,7 @@ class BlockStore:
         for index in added:
             check_replaceable(configs[index].root)
             created_in.extend((configs[index].root, *make_directories(configs[index].root)))
-        self._own([configs[index].root for index in added])
+        self._ownerships.acquire([configs[index].root for index in added])
         for index in added:
             delete_leftovers(configs[index].root)
         self._start(
@@ -557,18 +478,13 @@ class BlockStore:
         read_only: bool = False,
         unwritable: Container[Path] = (),
     ) -> None:
-        paths: list[OpenPath] = []
-        try:
-            for index, config in enumerate(configs):
-                data = DataFile(config.root, path_index=index, block_bytes=self.block_bytes)
-                is_read_only = read_only or config.root in unwritable
-                data.open(create=index in creates, read_only=is_read_only)
-                engine = self._engines[min(index, len(self._engines) - 1)]
-                paths.append(OpenPath(config, index=index, engine=engine, data=data))
-        except BaseException:
-            for path in paths:
-                path.data.close()
-            raise
+        paths = open_paths(
+            configs,
+            engines=self._engines,
+            block_bytes=self.block_bytes,
+            creates=creates,
+            reads_only={c.root for c in configs if read_only or c.root in unwritable},
+        )
         self.alignment = max(_LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
         self._parts = make_parts(
             paths,

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from offload.errors import ConfigError
 from offload.policy import Striping
 from offload.storage.commits import Commits
+from offload.storage.data_file import data_file_name
 from offload.storage.path_rates import PathRates
 from offload.storage.placement import Placement
 from offload.storage.record_transfers import RecordTransfers
 from offload.storage.room import Room
 from offload.storage.store_paths import OpenPath
+from offload.storage.store_stats import BlockPlace, PathStats, StoreStats
 from offload.storage.versions import VersionTable
 
 
@@ -23,6 +27,58 @@ class StoreParts:
     room: Room
     commits: Commits
     rates: PathRates
+    block_bytes: int
+
+    def block_place(self, record: str, block: int, *, checkpoint: str | None) -> BlockPlace:
+        """Returns where a block of a record, or of a checkpoint's, lies now."""
+        at = block
+        if checkpoint is None:
+            version = self.versions.current(record)
+        else:
+            version = self.versions.checkpoint(checkpoint)[record]
+        for extent in version.extents:
+            if at < extent.num_blocks:
+                return BlockPlace(
+                    root=self.paths[extent.path_index].root,
+                    file=data_file_name(extent.path_index),
+                    offset=(extent.first_block + at) * self.block_bytes,
+                )
+            at -= extent.num_blocks
+        raise ConfigError(
+            f"record `{record}` has no block {block}: expected one of its {block - at}; "
+            "ask for a block within it"
+        )
+
+    def bytes_by_path(self, record: str) -> dict[Path, int]:
+        """Returns the bytes of a record's blocks on each path that has some."""
+        found: dict[Path, int] = {}
+        for extent in self.versions.current(record).extents:
+            root = self.paths[extent.path_index].root
+            found[root] = found.get(root, 0) + extent.num_blocks * self.block_bytes
+        return found
+
+    def stats(self) -> StoreStats:
+        """Returns the counters."""
+        return StoreStats(
+            read_bytes=self.transfers.read_bytes,
+            write_bytes=self.transfers.write_bytes,
+            commit_bytes=self.commits.commit_bytes,
+            checkpoint_read_bytes=self.transfers.checkpoint_read_bytes,
+            live_bytes=self.versions.num_taken_blocks * self.block_bytes,
+            file_bytes=self.versions.num_blocks * self.block_bytes,
+            paths=tuple(self._path_stats(path) for path in self.paths),
+        )
+
+    def _path_stats(self, path: OpenPath) -> PathStats:
+        read_bytes, write_bytes = self.transfers.bytes_on(path.index)
+        return PathStats(
+            root=path.root,
+            use=path.use.value,
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
+            live_bytes=self.versions.num_taken_on(path.index) * self.block_bytes,
+            round_trip_bytes_per_s=self.rates.round_trip_bytes_per_s(path.index),
+        )
 
 
 def make_parts(
@@ -66,4 +122,5 @@ def make_parts(
         room=Room(paths, versions=versions, placement=placement, block_bytes=block_bytes),
         commits=commits,
         rates=rates,
+        block_bytes=block_bytes,
     )

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -183,3 +184,34 @@ class OpenPath:
     def note_write_error(self, error: StorageError) -> None:
         """Draws the consequence of a failed write: the path is left out."""
         self.leave_out(error)
+
+
+def open_paths(
+    configs: Sequence[StorePath],
+    *,
+    engines: Sequence[PathEngine],
+    block_bytes: int,
+    creates: Container[int],
+    reads_only: Container[Path],
+) -> list[OpenPath]:
+    """Opens the data file of each path; all or none.
+
+    Args:
+        configs: By path.
+        engines: By path; the last one serves all further ones.
+        block_bytes: Of the store.
+        creates: Indices of the paths that are new.
+        reads_only: Directories in which nothing is written.
+    """
+    paths: list[OpenPath] = []
+    try:
+        for index, config in enumerate(configs):
+            data = DataFile(config.root, path_index=index, block_bytes=block_bytes)
+            data.open(create=index in creates, read_only=config.root in reads_only)
+            engine = engines[min(index, len(engines) - 1)]
+            paths.append(OpenPath(config, index=index, engine=engine, data=data))
+    except BaseException:
+        for path in paths:
+            path.data.close()
+        raise
+    return paths
