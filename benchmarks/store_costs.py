@@ -25,6 +25,7 @@ from offload.runs.gpt import GPT, GPTShape
 from offload.storage import record_transfers
 from offload.storage.extents import block_checksums
 from offload.storage.record_transfers import RecordTransfers
+from offload.streaming import wrapped
 
 MIB = 1 << 20
 
@@ -124,6 +125,23 @@ def checksums(arguments):
     }
 
 
+@contextlib.contextmanager
+def timing_write_back(written_s):
+    """Appends to `written_s` the seconds in which each commit writes records."""
+    write_dirty = wrapped.write_dirty
+
+    def timed(*arguments, **options):
+        started_s = time.perf_counter()
+        write_dirty(*arguments, **options)
+        written_s.append(time.perf_counter() - started_s)
+
+    wrapped.write_dirty = timed
+    try:
+        yield
+    finally:
+        wrapped.write_dirty = write_dirty
+
+
 def commits(arguments, *, order, cached_bytes):
     """Three steps, a commit, and so on: what the commit takes beside the bytes it has to write."""
     rest_s, written_s, num_bytes, steps, after = [], [], [], [], []
@@ -133,21 +151,13 @@ def commits(arguments, *, order, cached_bytes):
         run.commit()
         for _ in range(3):
             run.step()
-        wrapped = run.session._wrapped
-        write_dirty = wrapped._write_dirty
-
-        def timed():
-            started_s = time.perf_counter()
-            write_dirty()
-            written_s.append(time.perf_counter() - started_s)
-
-        wrapped._write_dirty = timed
-        for _ in range(arguments.commits):
-            before = run.session.stats().commit_bytes
-            rest_s.append(run.commit() - written_s[-1])
-            num_bytes.append(run.session.stats().commit_bytes - before)
-            after.append(run.step())
-            steps.extend(run.step() for _ in range(2))
+        with timing_write_back(written_s):
+            for _ in range(arguments.commits):
+                before = run.session.stats().commit_bytes
+                rest_s.append(run.commit() - written_s[-1])
+                num_bytes.append(run.session.stats().commit_bytes - before)
+                after.append(run.step())
+                steps.extend(run.step() for _ in range(2))
     step_s = statistics.median(steps)
     return {
         "order": order,
