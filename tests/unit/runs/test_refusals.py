@@ -48,7 +48,7 @@ def test_a_device_that_is_not_here_is_planned_for_without_times(tmp_path, monkey
     plan = plan_and_predict(config("tiers.device.kind=cuda"), machine_file=profile)
 
     assert plan.fits
-    assert plan.prediction is None
+    assert plan.prediction.step is None
     assert "device `cuda`" in plan.warnings[-1]
 
 
