@@ -348,13 +348,19 @@ def io(
 
 @config_app.command()
 def show(
-    context: typer.Context, config: Run, overrides: Overrides = None, as_json: Json = False
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN.toml]", help="The run's configuration. [default: none]"),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
 ) -> None:
-    """Print the resolved configuration, every default included."""
-    from offload.config import load_config
+    """Print the resolved configuration, or all defaults, every key included."""
+    from offload.config import default_config, load_config
 
     output = _output(context, as_json)
-    settings = load_config(config, overrides or ())
+    settings = default_config() if config is None else load_config(config, overrides or ())
     if output.as_json:
         output.write_json(settings.to_dict())
     else:

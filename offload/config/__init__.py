@@ -1,6 +1,6 @@
 """The configuration of a run: schema, presets, overrides and messages."""
 
-from offload.config.loading import build_config, load_config
+from offload.config.loading import build_config, default_config, load_config
 from offload.config.presets import preset_names, resolve_policy
 from offload.config.schema import (
     CheckpointConfig,
@@ -25,6 +25,7 @@ __all__ = [
     "TrainConfig",
     "UnitsConfig",
     "build_config",
+    "default_config",
     "load_config",
     "preset_names",
     "resolve_policy",

@@ -25,6 +25,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return build_config(_read(Path(path)), overrides=changes, source=f"config `{path}`")
 
 
+def default_config() -> Config:
+    """Returns every default. A run also needs `tiers.host.memory`, which has none."""
+    return Config.model_validate({"policy": resolve_policy(None)})
+
+
 def build_config(
     values: Mapping[str, Any] | None = None,
     *,

@@ -150,10 +150,18 @@ def _cache(layout: ModelLayout, host: HostPlan, choices: Choices) -> Choice:
 
 
 def _slots(host: HostPlan, choices: Choices) -> Choice:
+    # Without room for more slots nothing is read ahead, whatever was asked for.
+    ahead = min(choices.prefetch, host.num_slots - 1)
+    slots = f"{host.num_slots} slot{'' if host.num_slots == 1 else 's'}"
+    why = "a unit is fetched while those before it compute"
+    if not ahead:
+        why = "each unit is fetched when it is needed"
+        if choices.prefetch:
+            why += f": {choices.prefetch} ahead would need more memory"
     return Choice(
         choice="slots and prefetch",
-        value=f"{host.num_slots} slots of {format_size(host.slot_bytes)}, {choices.prefetch} ahead",
-        why="a unit is fetched while those before it compute",
+        value=f"{slots} of {format_size(host.slot_bytes)}, {ahead} ahead",
+        why=why,
     )
 
 

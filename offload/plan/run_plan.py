@@ -119,8 +119,10 @@ class RunPlan:
         }
 
     def _commits(self) -> dict[str, float | int | None] | None:
+        if self.commits is None or not self.fits:  # what does not fit makes none
+            return None
         step = self.prediction.step
-        return self.commits.to_json(step_s=step.step_s if step else None) if self.commits else None
+        return self.commits.to_json(step_s=step.step_s if step else None)
 
     def _machine(self) -> dict[str, Any] | None:
         if self.machine is not None:

@@ -1,18 +1,31 @@
 """What a run stores with each commit beside the state, and how it goes on from it."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.errors import CorruptStateError
+from offload.storage.opening import find_store
 
 
 def commit_metadata(*, step: int) -> dict[str, Any]:
     """Returns what a resume after `step` steps needs: the step and torch's generator."""
     state = torch.get_rng_state().numpy().tobytes()
     return {"step": step, "torch_rng_state": base64.b64encode(state).decode("ascii")}
+
+
+def committed_step(stores: Sequence[Path]) -> int | None:
+    """Returns the steps of a run that its newest commit has; None if it is no run's.
+
+    Raises:
+        CorruptStateError: There are manifests and none is complete.
+    """
+    metadata = find_store(stores).manifest.head.get("metadata")
+    step = metadata.get("step") if isinstance(metadata, Mapping) else None
+    return step if isinstance(step, int) else None
 
 
 def restore(metadata: Mapping[str, Any] | None) -> int:

@@ -59,13 +59,22 @@ def drain_check(drain: Path | None, paths: Sequence[Path]) -> Check:
             "file system, and name it here with `--drain`",
         )
     path = shared_path(drain.absolute(), paths)
+    state = "" if drain.is_dir() else "is no directory" if drain.exists() else "does not exist"
     if path is not None:
         return Check(
             name=name,
             status="warn",
-            found=f"`{drain}` lies on the file system of path `{path}`",
+            found=f"`{drain}` {f'{state} and ' if state else ''}lies on the file system of path "
+            f"`{path}`",
             remedy="it would be lost with the path: name a directory on another drive or file "
             "system",
+        )
+    if state:
+        return Check(
+            name=name,
+            status="warn",
+            found=f"`{drain}` {state}",
+            remedy="make the directory, mount what belongs there, or correct the name",
         )
     return Check(name=name, status="ok", found=f"`{drain}` is apart from the paths")
 

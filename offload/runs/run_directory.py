@@ -71,9 +71,13 @@ class RunDirectory:
                 errno=error.errno,
             ) from error
 
-    def write_result(self, result: Mapping[str, Any]) -> None:
-        """Writes the result of the run beside its metrics."""
-        _write_json(self.path / RESULT_FILE, result)
+    def write_result(self, result: Mapping[str, Any], *, has_steps: bool) -> None:
+        """Writes the result of the run beside its metrics.
+
+        One without steps does not replace that of the steps that the run has.
+        """
+        if has_steps or not (self.path / RESULT_FILE).exists():
+            _write_json(self.path / RESULT_FILE, result)
 
 
 def resolve_run_directory(

@@ -14,6 +14,7 @@ from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
+from offload.runs.commits import committed_step
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
@@ -79,7 +80,7 @@ def run_training(
     if machine is not None:
         machine = _probe_again(machine, config, plan, directory)
     result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
-    directory.write_result(result.to_json())
+    directory.write_result(result.to_json(), has_steps=summary.done >= summary.first_step)
     return result
 
 
@@ -90,6 +91,13 @@ def _require_resumable(config: Config, directory: RunDirectory) -> None:
             "`offload = true`, as only an offloaded run has a store; leave it out"
         )
     require_compatible(config, previous=directory.path / CONFIG_FILE)
+    done = committed_step(directory.stores)
+    if done is not None and done > config.train.steps:
+        raise ConfigError(
+            f"nothing to do for the run in `{directory.path}`: expected `train.steps` of {done} or "
+            f"more, as {done} steps are done and committed, found {config.train.steps}; raise "
+            "`train.steps` to go on"
+        )
 
 
 def _open_text(config: Config) -> Text:

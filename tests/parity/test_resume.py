@@ -125,3 +125,16 @@ def test_runs_on_one_path_keep_their_stores_apart(tmp_path, small_config, train)
 
     assert results[0].store != results[1].store
     assert len(list((tmp_path / "drive").iterdir())) == 2
+
+
+def test_fewer_steps_than_are_done_are_refused_and_leave_the_files(tmp_path, small_config, train):
+    train(small_config(train__steps=2), run_dir=tmp_path / "run")
+    files = [tmp_path / "run" / name for name in ("config.toml", "plan.json", "result.json")]
+    before = [file.read_bytes() for file in files]
+
+    with pytest.raises(ConfigError, match=r"nothing to do.*2 steps are done.*found 1"):
+        train(small_config(train__steps=1), run_dir=tmp_path / "run", resume="auto")
+    assert [file.read_bytes() for file in files] == before
+
+    train(small_config(train__steps=2), run_dir=tmp_path / "run", resume="auto")
+    assert files[2].read_bytes() == before[2]

@@ -411,7 +411,9 @@ def test_config_show_prints_what_loads_as_the_same(config, tmp_path, capsys):
     assert "steps = 9" in shown
 
 
-@pytest.mark.parametrize("arguments", [["config", "schema"], ["config", "show", "CONFIG"]])
+@pytest.mark.parametrize(
+    "arguments", [["config", "schema"], ["config", "show"], ["config", "show", "CONFIG"]]
+)
 def test_config_prints_one_object_as_json(config, capsys, arguments):
     given = [str(config) if argument == "CONFIG" else argument for argument in arguments]
 

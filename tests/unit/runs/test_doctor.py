@@ -172,4 +172,6 @@ def test_a_missing_drain_target_and_one_on_a_path_are_warnings(tmp_path):
 
     assert (nothing.status, beside.status, apart.status) == ("warn", "warn", "ok")
     assert "checkpoint.drain" in nothing.remedy
-    assert str(tmp_path) in beside.found
+    absent = drain_check(Path("/proc/not-there"), [tmp_path])
+    assert (absent.status, absent.found) == ("warn", "`/proc/not-there` does not exist")
+    assert f"does not exist and lies on the file system of path `{tmp_path}`" in beside.found

@@ -161,3 +161,13 @@ def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tm
         commits["commit_s"] + 1000 * step_s / 2 + commits["recovery_s"]
     )
     assert commits["best_commit_every"] == max(1, round(commits["best_commit_interval_s"] / step_s))
+
+
+def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):
+    plan = plan_and_predict(config(text, **{"tiers.host.memory": "1MiB"})).to_json()
+
+    slots = next(each for each in plan["choices"] if each["choice"] == "slots and prefetch")
+    assert not plan["fits"]
+    assert plan["commits"] is None
+    assert slots["value"].startswith("1 slot of ")
+    assert slots["value"].endswith(" 0 ahead")
