@@ -83,6 +83,7 @@ def test_bytes_are_those_that_the_pass_reads_and_writes():
     ("wrong", "message"),
     [
         ({"parameters": "none"}, "--parameters"),
+        ({"parameters": "1.5"}, "a whole number"),
         ({"parameters": "0"}, "1 or more"),
         ({"optimizer": ["muon"]}, "one of adamw"),
         ({"codec": ["zip"]}, "one of split, fp32"),
