@@ -64,7 +64,8 @@ class UpdateReport:
     """How much faster than probed the paths were, so that steps do not beat their bound."""
     update_bound_s: float
     update_achieved_over_bound: float | None
-    parameters_per_s: float
+    parameters_per_s: float | None
+    """None where updates run under passes: their exposed part says nothing of their rate."""
     paths: list[PathBytes]
     state_digest: str
     commit_s: float | None
@@ -249,7 +250,9 @@ class _Bench:
             path_rate_factor=factor,
             update_bound_s=bound.update_s,
             update_achieved_over_bound=ratio(bound.update_s, update_s),
-            parameters_per_s=self._options.parameters / update_s,
+            parameters_per_s=(
+                self._options.parameters / update_s if self._options.overlap == "none" else None
+            ),
             paths=moved,
             state_digest=digest,
             commit_s=statistics.median(commit_s) if commit_s else None,

@@ -25,15 +25,16 @@ PARAMETERS = 3 * (1 << 20) + 5
 def known_machine(monkeypatch):
     """Rates without a measurement, which takes seconds."""
 
-    def probe(directories, **_):
-        rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 5e8}
-        return Machine(
-            paths=tuple(PathRates(path=str(d), **rates) for d in directories),
-            copy_bytes_per_s=1e10,
-            update_parameters_per_s=1e9,
-        )
+    monkeypatch.setattr("offload.bench.update.probe_machine", lambda paths, **_: rates_of(paths))
 
-    monkeypatch.setattr("offload.bench.update.probe_machine", probe)
+
+def rates_of(directories):
+    rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 5e8}
+    return Machine(
+        paths=tuple(PathRates(path=str(d), **rates) for d in directories),
+        copy_bytes_per_s=1e10,
+        update_parameters_per_s=1e9,
+    )
 
 
 def paths_of(tmp_path, *names):
@@ -104,14 +105,18 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
 
 def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same_bits(tmp_path):
     (path,) = paths_of(tmp_path, "a")
-    alone = measure([path], order="resident", compute_s=0.01)
+    # Given rates are not raised to what a busy machine measured.
+    common = {"order": "resident", "compute_s": 0.01, "machine": rates_of([path])}
+    alone = measure([path], **common)
 
-    under = measure([path], order="resident", overlap="forward", compute_s=0.01)
+    under = measure([path], overlap="forward", **common)
 
     assert under.state_digest == alone.state_digest
     assert under.read_bytes_per_step == alone.read_bytes_per_step
     assert under.write_bytes_per_step == alone.write_bytes_per_step
     assert under.bound_s <= alone.bound_s
+    assert alone.parameters_per_s == PARAMETERS / alone.update_s
+    assert under.parameters_per_s is None
 
 
 def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):
