@@ -25,7 +25,8 @@ _EXPECTED = {
 
 def describe_errors(error: ValidationError, *, source: str, overrides: Iterable[str]) -> str:
     """Returns one line per wrong key: where, what was expected, what was found, what to do."""
-    return "\n".join(_describe(details, source, set(overrides)) for details in error.errors())
+    keys = set(overrides)
+    return "\n".join(_describe(group, source, keys) for group in _by_value(error.errors()))
 
 
 def describe_problems(problems: Iterable[Problem], *, source: str, overrides: Iterable[str]) -> str:
@@ -65,7 +66,10 @@ def nearest_key(key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
 
 
-def _describe(details: ErrorDetails, source: str, overrides: set[str]) -> str:
+def _describe(group: list[ErrorDetails], source: str, overrides: set[str]) -> str:
+    # A member of a union that has the value's type says best what is wrong with it.
+    fitting = [e for e in group if not e["type"].endswith(("_type", "literal_error"))]
+    details = fitting[0] if len(fitting) == 1 else group[0]
     key = _key(details)
     where = _where(key, source, overrides)
     if details["type"] == "extra_forbidden":
@@ -76,6 +80,8 @@ def _describe(details: ErrorDetails, source: str, overrides: set[str]) -> str:
     if details["type"] == "missing":
         return f"{where}: expected a value, found none; set `{key}`"
     expected = _expected(details)
+    if len(fitting) != 1:
+        expected = " or ".join(dict.fromkeys(map(_expected, group)))
     return f"{where}: expected {expected}, found {_found(details['input'])}; change `{key}`"
 
 
@@ -98,9 +104,37 @@ def _expected(details: ErrorDetails) -> str:
 def _key(details: ErrorDetails) -> str:
     # Locations also hold list positions, which are written as in `betas[1]`.
     text = ""
-    for part in details["loc"]:
+    for part in _location(details):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def _location(details: ErrorDetails) -> tuple[int | str, ...]:
+    """Returns where the value is, without the member of a union that pydantic puts behind it."""
+    model: type[BaseModel] | None = Config
+    found: list[int | str] = []
+    for part in details["loc"]:
+        if isinstance(part, str):
+            if model is None:  # behind a value: the name of a type, such as `constrained-int`
+                continue
+            model = _section_at(model, part)
+        found.append(part)
+    return tuple(found)
+
+
+def _by_value(errors: Iterable[ErrorDetails]) -> list[list[ErrorDetails]]:
+    """Returns the errors of each value together: a union has one for each of its members."""
+    groups: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for details in errors:
+        groups.setdefault(_location(details), []).append(details)
+    return list(groups.values())
+
+
+def _section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    field = model.model_fields.get(name)
+    annotation: Any = field.annotation if field else None
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section else None
 
 
 def _where(key: str, source: str, overrides: set[str]) -> str:
@@ -123,12 +157,12 @@ def _found(value: object) -> str:
 
 
 def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name in model.model_fields:
         key = f"{prefix}{name}"
         yield key
-        annotation: Any = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _keys_of(annotation, f"{key}.")
+        section = _section_at(model, name)
+        if section is not None:
+            yield from _keys_of(section, f"{key}.")
 
 
 def _section(key: str) -> str:

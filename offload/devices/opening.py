@@ -35,3 +35,9 @@ def make_device(
 
         return CudaDevice()
     return CpuDevice()
+
+
+def require_device(kind: str) -> None:
+    """Raises ConfigError if this machine lacks the device; opens and allocates nothing."""
+    if kind == "cuda":
+        make_device(kind)

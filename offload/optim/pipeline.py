@@ -17,7 +17,7 @@ from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
-from offload.storage.stalls import StallAccount
+from offload.storage.stalls import CHECKSUM, StallAccount, path_label
 from offload.storage.wakeup import Wakeup
 
 __all__ = [
@@ -146,7 +146,7 @@ class UpdatePipeline:
         self.window = window
         self.cache_hit_bytes = 0
         self.stalls = stalls or StallAccount()
-        self.waits_for = "path"
+        self.waits_for = CHECKSUM
         """What the last wait was for."""
         self.read_bytes = 0
         """Of records and parameters, from storage, padding included."""
@@ -269,7 +269,9 @@ class UpdatePipeline:
     def wait_any(self, current: _InFlight, job: UpdateJob, cause: str) -> None:
         """Waits until a transfer has ended or `wake` was called; `current` is what it is for."""
         path = next((i for t in current.tickets if (i := t.waits_for()) is not None), None)
-        self.waits_for = self._path_name(path)
+        store = self.state.store
+        if store is not None and path is not None:  # else it ended just now: the wait is none
+            self.waits_for = path_label(store.roots[path])
         self._waiting_since_s = started_s = time.perf_counter()
         self._wakeup.wait()
         self._waiting_since_s = None
@@ -302,12 +304,6 @@ class UpdatePipeline:
                 with contextlib.suppress(OffloadError):  # the first error is on its way
                     ticket.wait()
             self.release(current)
-
-    def _path_name(self, path: int | None) -> str:
-        store = self.state.store
-        if store is None or path is None:
-            return "path"
-        return f"path {store.roots[path]}"
 
 
 class _Run:

@@ -39,8 +39,8 @@ class StepMetrics:
     committed: int | None
     """The step of the newest closed commit when the line was written."""
     stalls: list[dict[str, Any]] = field(default_factory=list)
-    """Waits of the calling thread, longest first: `waits_for` (`path` and its directory, `kernel`
-    or `link`), their `cause`, `duration_s` and `count`."""
+    """Waits of the calling thread, longest first: `waits_for` (`path` and its directory,
+    `checksum`, `kernel` or `link`), their `cause`, `duration_s` and `count`."""
     activation_offload_bytes: int = 0
     """Of saved activations that were moved to host memory or storage."""
     skipped: bool = False

@@ -9,6 +9,8 @@ import torch
 
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.config import Config
+from offload.devices.opening import require_device
+from offload.errors import ConfigError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.machine import Machine, PathRates
@@ -69,6 +71,11 @@ def plan_and_predict(
     plan = plan_run(config, stores=stores, profile=profile)
     if not plan.fits:
         return plan  # nothing is measured for a run that can't be
+    try:
+        require_device(config.tiers.device.kind)
+    except ConfigError as error:  # memory and bytes are the run's, wherever it is planned
+        missing = f"{error}; a plan of it needs no device, but its times are not predicted here"
+        return replace(plan, warnings=(*plan.warnings, missing))
     measure = _Measurement(config, plan, existing_directories(config, stores), profile, on_measure)
     prediction = measure.predict()
     file = machine_file or default_file()

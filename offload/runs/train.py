@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from offload.config import Config
+from offload.devices.opening import require_device
 from offload.errors import ConfigError, StorageError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
@@ -52,6 +53,7 @@ def run_training(
         ConfigError: The config, a path or the data is wrong; nothing was written.
         PlanError: The run does not fit; nothing was written.
     """
+    require_device(config.tiers.device.kind)
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)

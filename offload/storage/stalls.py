@@ -2,12 +2,20 @@
 
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 KERNEL = "kernel"
 """What is waited for is being computed."""
 LINK = "link"
 """What is waited for is on its way between host and device."""
+CHECKSUM = "checksum"
+"""What is waited for has arrived from storage: its checksums are computed and compared."""
+
+
+def path_label(directory: Path) -> str:
+    """Returns how a wait for transfers on a path is named."""
+    return f"path {directory}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +23,7 @@ class Stall:
     """Waits of one kind, added up."""
 
     waits_for: str
-    """`path` and its directory, `kernel`, or `link`."""
+    """`path` and its directory, `checksum`, `kernel`, or `link`."""
     cause: str
     """What could not go on, such as `fetch of a unit`."""
     duration_s: float

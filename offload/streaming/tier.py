@@ -14,7 +14,7 @@ from offload.layout import ModelLayout, Subgroup, Unit
 from offload.memory import Slot, SlotPool, memory_of
 from offload.optim.pipeline import parameter_key
 from offload.storage.engine import Priority
-from offload.storage.stalls import LINK
+from offload.storage.stalls import CHECKSUM, LINK, path_label
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
 from offload.streaming.unit import Transfer
@@ -35,11 +35,14 @@ class StoredUnits:
         """Returns at once: what is stored is what should be."""
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
-        """Returns the path that the first transfer which is not done is in flight on."""
+        """Returns the path that the first transfer which is not done is in flight on.
+
+        Where all are done, what is left of a read is its checksums.
+        """
         for transfer in transfers:
             if isinstance(transfer, StoreTicket) and (path := transfer.waits_for()) is not None:
-                return f"path {self._store.roots[path]}"
-        return "path"
+                return path_label(self._store.roots[path])
+        return CHECKSUM
 
     def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
         """Starts filling `into`, `unit.num_bytes` long, and returns at once."""

@@ -338,6 +338,12 @@ def test_waits_are_accounted_by_path_and_cause(tmp_path, overlap):
 
     on_path = {stall.cause for stall in stats.stalls if stall.waits_for == f"path {root}"}
     assert "fetching a unit" in on_path
+    assert {stall.waits_for for stall in stats.stalls} <= {
+        f"path {root}",
+        "checksum",
+        "kernel",
+        "link",
+    }
     waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for not in ("kernel", "link"))
     assert waited_s == pytest.approx(stats.io_wait_s, abs=0.01)
 

@@ -1,5 +1,7 @@
 """A wrong configuration is refused with a message that says where, what and what to do."""
 
+import re
+
 import pytest
 
 from offload.config import build_config, load_config
@@ -58,12 +60,18 @@ def test_an_unknown_key_names_the_nearest_right_one(key, nearest):
         ("train.steps.more", 1, "a whole number", "a table"),
         ("model.factory", "no colon", "`module:callable`", '`"no colon"`'),
         ("policy", 3, "a preset's name", "`3`"),
+        # Values of several types: one error, at the key itself.
+        ("checkpoint.save_every", "abc", "a time such as `90s`", "`abc`"),
+        ("checkpoint.save_every", True, "a whole number or text in quotes", "`True`"),
+        ("tiers.storage.commit_every", -3, "0 or more", "`-3`"),
+        ("tiers.storage.rate_limit", ["free"], "a whole number or `none`", '`"free"`'),
     ],
 )
 def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, found):
     message = _message({key: value})
 
-    assert f"key `{key.removesuffix('.more')}" in message
+    assert re.search(rf"key `{re.escape(key.removesuffix('.more'))}(\[\d\])?`", message)
+    assert "\n" not in message
     assert f"expected {expected}" in message
     assert f"found {found}" in message
 

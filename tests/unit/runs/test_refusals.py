@@ -9,6 +9,7 @@ import pytest
 from offload.config import load_config
 from offload.errors import ConfigError, PlanError
 from offload.runs.planning import plan_run
+from offload.runs.prediction import plan_and_predict
 from offload.runs.train import run_training
 
 SMALL = Path(__file__).parents[3] / "examples" / "small.toml"
@@ -31,6 +32,24 @@ def test_a_budget_below_the_smallest_names_it_and_the_smallest_fits(tmp_path):
 
     assert_refused(tmp_path, PlanError, str(smallest), f"tiers.host.memory={smallest - 1}")
     assert plan_run(config(f"tiers.host.memory={smallest}")).fits
+
+
+def test_a_device_that_is_not_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    assert_refused(tmp_path, ConfigError, "device `cuda`", "tiers.device.kind=cuda")
+
+
+def test_a_device_that_is_not_here_is_planned_for_without_times(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    profile = tmp_path / "machine.toml"
+    profile.write_text("schema = 1\n")
+
+    plan = plan_and_predict(config("tiers.device.kind=cuda"), machine_file=profile)
+
+    assert plan.fits
+    assert plan.prediction.step is None
+    assert "device `cuda`" in plan.warnings[-1]
 
 
 def test_a_missing_storage_path_is_named(tmp_path):
