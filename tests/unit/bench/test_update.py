@@ -121,7 +121,7 @@ def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same
 
 def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):
     def slow(directories, **_):
-        rates = {"read_bytes_per_s": 4e7, "write_bytes_per_s": 4e7, "mixed_bytes_per_s": 2e7}
+        rates = {"read_bytes_per_s": 1e8, "write_bytes_per_s": 1e8, "mixed_bytes_per_s": 5e7}
         return Machine(
             paths=tuple(PathRates(path=str(d), **rates) for d in directories),
             copy_bytes_per_s=1e10,
