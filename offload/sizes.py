@@ -1,5 +1,6 @@
-"""Sizes in bytes: reading `"4GiB"`, writing `4 GiB`, rounding; and times such as `"10min"`."""
+"""Sizes in bytes (`"4GiB"`, rounding), times (`"10min"`) and counts (`"4e6"`), read and written."""
 
+import math
 import re
 
 KIB = 1 << 10
@@ -54,6 +55,25 @@ def parse_duration(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"expected a time such as `90s`, `10min`, `2h` or `7d`, found `{text}`")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_count(text: str) -> int:
+    """Returns the whole number that `text` names, such as `"4000000"`, `"4_000_000"` or `"4e6"`.
+
+    Raises:
+        ValueError: The text is no whole number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass  # or with an exponent
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():  # neither are nan and inf
+        raise ValueError(f"expected a whole number such as `4e6`, found `{text}`")
+    return int(value)
 
 
 def format_size(num_bytes: int | float) -> str:

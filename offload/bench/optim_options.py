@@ -8,6 +8,7 @@ from offload._native.cpus import usable_cpus
 from offload.errors import ConfigError
 from offload.layout import CODECS, RULES, WHOLE_RULE, section_kinds
 from offload.optim.kernels import kernel_names
+from offload.sizes import parse_count
 
 OPTIMIZERS = tuple(rule for rule in RULES if rule != WHOLE_RULE)
 """The update rules that have kernels; `momentum` is SGD with it."""
@@ -94,9 +95,9 @@ def parse_options(
 
 def _parse_count(text: str) -> int:
     try:
-        count = int(float(text.replace("_", "")))
-    except (ValueError, OverflowError):
-        raise _wrong("--parameters", "a number such as 50e6", text) from None
+        count = parse_count(text)
+    except ValueError:
+        raise _wrong("--parameters", "a whole number such as 50e6", text) from None
     if count < 1:
         raise _wrong("--parameters", "1 or more", text)
     return count

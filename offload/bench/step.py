@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from offload.config import Config, build_config
@@ -22,7 +23,7 @@ def bench_step(config: Config, *, on_step: Progress | None = None) -> TrainResul
     """Runs `train.steps` steps in a directory that is removed again, and returns their figures.
 
     What a step moves and computes is that of the run. Nothing is committed, so the digest is that
-    of the last step, and `run_dir` and `store` are gone.
+    of the last step, and `run_dir` and `store`, which are gone by then, are None.
 
     Args:
         config: Of the run.
@@ -37,7 +38,8 @@ def bench_step(config: Config, *, on_step: Progress | None = None) -> TrainResul
     with tempfile.TemporaryDirectory(prefix="offload-bench-step-", dir=Path.cwd()) as folder:
         run_dir = Path(folder) / "run"
         try:
-            return run_training(measured, run_dir=run_dir, progress=on_step, validates=False)
+            result = run_training(measured, run_dir=run_dir, progress=on_step, validates=False)
+            return replace(result, run_dir=None, store=None)
         finally:
             for store in find_stores(run_dir):
                 shutil.rmtree(store, ignore_errors=True)

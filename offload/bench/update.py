@@ -19,9 +19,9 @@ from offload.bench.update_options import (
     check_options,
     made_up_layout,
 )
+from offload.bench.update_room import check_room, host_plan
 from offload.optim.kernels import load_kernels
 from offload.plan.bound import Bound, ComputeTimes, step_bound
-from offload.plan.host import HostPlan, plan_host
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
@@ -64,7 +64,8 @@ class UpdateReport:
     """How much faster than probed the paths were, so that steps do not beat their bound."""
     update_bound_s: float
     update_achieved_over_bound: float | None
-    parameters_per_s: float
+    parameters_per_s: float | None
+    """None where updates run under passes: their exposed part says nothing of their rate."""
     paths: list[PathBytes]
     state_digest: str
     commit_s: float | None
@@ -86,11 +87,12 @@ def bench_update(
 
     Raises:
         ConfigError: An option is wrong.
-        PlanError: The host memory is too small; the message names the smallest.
+        PlanError: The host memory is too small, and the message names the smallest; or storage.
     """
     check_options(options)
     if options.baseline == "deepspeed-like":
         options = replace(options, paths=options.paths[:1])
+    check_room(options)
     roots = [path / f"{_DIRECTORY}-{os.getpid()}" for path in options.paths]
     try:
         return _Bench(options, roots).run(on_step)
@@ -108,11 +110,10 @@ class _Bench:
         self._is_engine = options.baseline == "engine"
         codec = options.codec if self._is_engine else "fp32"
         self._layout = made_up_layout(options.parameters, codec=codec)
-        self._plan = _host_plan(options)
+        self._plan = host_plan(options)
 
     def run(self, on_step: Callable[[int, UpdateStep], None] | None) -> UpdateReport:
         options = self._options
-        self._plan.require_fit()
         before = self._probe()
         with ExitStack() as stack:
             updates: EngineUpdates | BaselineUpdates
@@ -249,25 +250,14 @@ class _Bench:
             path_rate_factor=factor,
             update_bound_s=bound.update_s,
             update_achieved_over_bound=ratio(bound.update_s, update_s),
-            parameters_per_s=self._options.parameters / update_s,
+            parameters_per_s=(
+                self._options.parameters / update_s if self._options.overlap == "none" else None
+            ),
             paths=moved,
             state_digest=digest,
             commit_s=statistics.median(commit_s) if commit_s else None,
             steps=steps,
         )
-
-
-def _host_plan(options: UpdateOptions) -> HostPlan:
-    """Returns how the engine cuts the memory; a baseline gets a cache of as many bytes."""
-    rules = RULES.get(options.baseline)
-    order = resolve_order(rules.order if rules else options.order)
-    return plan_host(
-        made_up_layout(options.parameters, codec=options.codec),
-        budget_bytes=options.host_memory_bytes,
-        parameters="host",
-        optimizer="storage",
-        keeps_records=bool(order.kept(1, 1, step=1)),
-    )
 
 
 def _first_paths(machine: Machine, count: int) -> Machine:

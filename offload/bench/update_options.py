@@ -1,5 +1,6 @@
 """What `offload bench update` is asked to measure, and the made-up model that it measures on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,16 @@ def check_options(options: UpdateOptions) -> None:
                 f"cannot measure updates with `--{name}` {getattr(options, name)}: expected 1 or "
                 "more; change it"
             )
+    if not (math.isfinite(options.compute_s) and options.compute_s >= 0):
+        raise ConfigError(
+            f"cannot measure updates with `--compute-s` {options.compute_s}: expected 0 or more "
+            "seconds; change it"
+        )
+    if options.commit_every < 0:
+        raise ConfigError(
+            f"cannot measure updates with `--commit-every` {options.commit_every}: expected 0 "
+            "(none) or more steps; change it"
+        )
     if options.codec not in ("split", "fp32"):
         raise ConfigError(
             f"cannot measure updates with `--codec` {options.codec}: expected `split` or `fp32`; "

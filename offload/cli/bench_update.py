@@ -66,11 +66,11 @@ def update(
     from offload.bench.update import bench_update
     from offload.bench.update_options import UpdateOptions
     from offload.errors import ConfigError
-    from offload.sizes import parse_size
+    from offload.sizes import parse_count, parse_size
 
     try:
         options = UpdateOptions(
-            parameters=int(float(parameters)),
+            parameters=parse_count(parameters),
             paths=path,
             host_memory_bytes=parse_size(host_memory),
             codec=codec,
@@ -85,7 +85,7 @@ def update(
     except ValueError as error:
         raise ConfigError(
             f"cannot measure updates with `--parameters` {parameters} and `--host-memory` "
-            f"{host_memory}: {error}; correct them"
+            f"{host_memory}: {error}; correct it"
         ) from error
     console = output.progress_console()
     report = bench_update(

@@ -46,9 +46,11 @@ _RUN_FIGURES = (
     ("written per day", "written_bytes_per_day"),
     ("drive lasts, days", "drive_days"),
     ("state digest", "state_digest"),
-    ("store", "store"),
-    ("run directory", "run_dir"),
 )
+
+
+_RUN_PLACES = (("store", "store"), ("run directory", "run_dir"))
+"""What stays of a run, if it does."""
 
 
 def render_train(console: Console, result: Result) -> None:
@@ -58,6 +60,7 @@ def render_train(console: Console, result: Result) -> None:
     if values.get("stopped_by"):
         title = f"stopped by {values['stopped_by']} after step {values['steps']}"
     rows = [(label, format_figure(key, values.get(key))) for label, key in _RUN_FIGURES]
+    rows += [(label, values[key]) for label, key in _RUN_PLACES if values.get(key) is not None]
     rows += [
         (f"waited for {stall['waits_for']}", f"{stall['duration_s']:.2f} s: {stall['cause']}")
         for stall in (values.get("stalls") or [])[:_NUM_STALLS]

@@ -1,6 +1,7 @@
 """Scenarios: machines that are not here and the runs on them, as `offload simulate` reads them."""
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +16,8 @@ from offload.config.fields import (
     Size,
     StripingName,
 )
+from offload.config.messages import describe_errors
+from offload.config.schema import Config
 from offload.errors import ConfigError
 
 System = Literal["engine", "deepspeed-like", "mlp-like"]
@@ -187,17 +190,25 @@ def load_scenario(path: str | Path) -> Scenario:
     """
     try:
         values: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return Scenario.model_validate(values)
-    except ValidationError as error:
-        lines = [
-            f"key `{'.'.join(map(str, each['loc'])) or '(whole file)'}`: {each['msg']}"
-            for each in error.errors()
-        ]
-        raise ConfigError(
-            f"cannot use scenario `{path}`: {'; '.join(lines)}; correct those keys"
-        ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"cannot read scenario `{path}`: expected a TOML file, found: {error}; "
             "name a file that exists"
         ) from error
+    _refuse_run(values, path)
+    try:
+        return Scenario.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(
+            describe_errors(error, source=f"scenario `{path}`", schema=Scenario)
+        ) from error
+
+
+def _refuse_run(values: Mapping[str, Any], path: str | Path) -> None:
+    """Raises ConfigError for the configuration of a run, which is easily taken for a scenario."""
+    found = [f"`{key}`" for key in values if key in Config.model_fields]
+    if found and not values.keys() & Scenario.model_fields.keys():
+        raise ConfigError(
+            f"cannot use scenario `{path}`: expected `machine` and `runs`, found {', '.join(found)}"
+            f", as in the configuration of a run; use `offload plan {path}`"
+        )

@@ -19,7 +19,8 @@ class TrainResult:
     Times and bytes of a step are medians over the steps after the second of this process.
     """
 
-    run_dir: str
+    run_dir: str | None
+    """None where it is removed again."""
     store: str | None
     steps: int
     """Steps done in all, those before a resume too."""

@@ -3,8 +3,10 @@
 import argparse
 
 import pytest
+from rich.console import Console
 
 from offload.bench.step import bench_step
+from offload.cli.tables import render_train
 from offload.config import load_config
 from offload.errors import PlanError
 
@@ -51,6 +53,11 @@ def test_the_figures_are_of_steps_alone_and_nothing_stays(config, tmp_path):
     assert result.steps == 4
     assert result.validation_loss_before is result.validation_loss_after is None
     assert result.commit_bytes == 0
+    assert result.run_dir is result.store is None
+    console = Console()
+    with console.capture() as printed:
+        render_train(console, result)
+    assert "run directory" not in printed.get()
     assert result.read_bytes_per_step > 0
     parts = result.forward_s + result.backward_s + result.update_s + result.other_s
     assert parts == pytest.approx(result.step_s, rel=0.5)

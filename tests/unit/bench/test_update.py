@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from offload.bench.update import bench_update
-from offload.bench.update_options import UpdateOptions
+from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
+from offload.bench.update_room import host_plan, least_need
 from offload.cli.app import run
 from offload.errors import ConfigError, PlanError
 from offload.plan.machine import Machine, PathRates
@@ -24,15 +25,16 @@ PARAMETERS = 3 * (1 << 20) + 5
 def known_machine(monkeypatch):
     """Rates without a measurement, which takes seconds."""
 
-    def probe(directories, **_):
-        rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 5e8}
-        return Machine(
-            paths=tuple(PathRates(path=str(d), **rates) for d in directories),
-            copy_bytes_per_s=1e10,
-            update_parameters_per_s=1e9,
-        )
+    monkeypatch.setattr("offload.bench.update.probe_machine", lambda paths, **_: rates_of(paths))
 
-    monkeypatch.setattr("offload.bench.update.probe_machine", probe)
+
+def rates_of(directories):
+    rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 5e8}
+    return Machine(
+        paths=tuple(PathRates(path=str(d), **rates) for d in directories),
+        copy_bytes_per_s=1e10,
+        update_parameters_per_s=1e9,
+    )
 
 
 def paths_of(tmp_path, *names):
@@ -103,19 +105,23 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
 
 def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same_bits(tmp_path):
     (path,) = paths_of(tmp_path, "a")
-    alone = measure([path], order="resident", compute_s=0.01)
+    # Given rates are not raised to what a busy machine measured.
+    common = {"order": "resident", "compute_s": 0.01, "machine": rates_of([path])}
+    alone = measure([path], **common)
 
-    under = measure([path], order="resident", overlap="forward", compute_s=0.01)
+    under = measure([path], overlap="forward", **common)
 
     assert under.state_digest == alone.state_digest
     assert under.read_bytes_per_step == alone.read_bytes_per_step
     assert under.write_bytes_per_step == alone.write_bytes_per_step
     assert under.bound_s <= alone.bound_s
+    assert alone.parameters_per_s == PARAMETERS / alone.update_s
+    assert under.parameters_per_s is None
 
 
 def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):
     def slow(directories, **_):
-        rates = {"read_bytes_per_s": 4e7, "write_bytes_per_s": 4e7, "mixed_bytes_per_s": 2e7}
+        rates = {"read_bytes_per_s": 1e8, "write_bytes_per_s": 1e8, "mixed_bytes_per_s": 5e7}
         return Machine(
             paths=tuple(PathRates(path=str(d), **rates) for d in directories),
             copy_bytes_per_s=1e10,
@@ -149,6 +155,10 @@ def test_commits_are_timed(tmp_path):
         ({"paths": []}, "at least one `--path`"),
         ({"parameters": 0}, "`--parameters` 0"),
         ({"steps": 0}, "`--steps` 0"),
+        ({"compute_s": -1.0}, "`--compute-s` -1.0: expected 0 or more"),
+        ({"compute_s": float("nan")}, "`--compute-s` nan"),
+        ({"compute_s": float("inf")}, "`--compute-s` inf"),
+        ({"commit_every": -1}, "`--commit-every` -1"),
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
         ({"order": "random"}, "policy.order"),
@@ -166,6 +176,49 @@ def test_wrong_options_are_refused(tmp_path, options, text):
 
     with pytest.raises(ConfigError, match=text):
         bench_update(UpdateOptions(**(defaults | options)))
+
+
+@pytest.mark.parametrize("found", ["1.5", "nan", "many"])
+def test_parameters_are_a_whole_number(tmp_path, capsys, found):
+    code = run(["bench", "update", "--parameters", found, "--path", str(tmp_path),
+                "--host-memory", "1MiB"])  # fmt: skip
+
+    assert code == 2
+    assert f"expected a whole number such as `4e6`, found `{found}`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"), [(64 << 20, "of `--host-memory`"), (1 << 70, "state on storage, found")]
+)
+def test_what_can_have_no_room_is_refused_before_it_is_laid_out(
+    tmp_path, monkeypatch, memory, text
+):
+    laid_out = []
+
+    def layout(num_parameters, *, codec):
+        laid_out.append(num_parameters)
+        return made_up_layout(num_parameters, codec=codec)
+
+    monkeypatch.setattr("offload.bench.update_room.made_up_layout", layout)
+
+    with pytest.raises(PlanError, match=text):
+        bench_update(UpdateOptions(parameters=10**15, paths=[tmp_path], host_memory_bytes=memory))
+
+    assert max(laid_out) <= PARAMETER_ELEMENTS
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("parameters", [5, PARAMETER_ELEMENTS, 3 * PARAMETER_ELEMENTS + 5])
+@pytest.mark.parametrize("codec", ["split", "fp32"])
+def test_the_least_need_is_that_of_the_whole_layout(tmp_path, parameters, codec):
+    options = UpdateOptions(
+        parameters=parameters, paths=[tmp_path], host_memory_bytes=0, codec=codec
+    )
+
+    need = least_need(options)
+
+    assert need.memory_bytes == host_plan(options).smallest_bytes
+    assert need.storage_bytes == made_up_layout(parameters, codec=codec).state_bytes
 
 
 def test_too_little_memory_is_refused_with_the_smallest(tmp_path):

@@ -159,7 +159,31 @@ def test_a_wrong_key_names_the_file_and_the_key(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text("[machine]\npaths = []\n[[runs]]\nname = 'a'\nparameters = 1e8\nspeed = 2\n")
 
-    with pytest.raises(ConfigError, match=r"wrong\.toml.*runs\.0\.speed"):
+    with pytest.raises(ConfigError) as caught:
         load_scenario(file)
+
+    message = str(caught.value)
+    assert f"scenario `{file}`, key `machine.paths`: expected a list of 1 or more" in message
+    assert "key `runs[0].speed`: expected a known key, found `runs[0].speed`; remove it" in message
     with pytest.raises(ConfigError, match="cannot read scenario"):
         load_scenario(tmp_path / "none.toml")
+
+
+def test_an_unknown_key_names_the_nearest_of_scenarios(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text("[[runs]]\nname = 'a'\nparameters = 1e8\ngpuz = 2\n")
+
+    with pytest.raises(ConfigError, match=r"`runs\[0\]\.gpuz`; did you mean `runs\.gpus`\?"):
+        load_scenario(file)
+    with pytest.raises(ConfigError, match="expected a value, found none; set `machine`"):
+        load_scenario(file)
+
+
+def test_the_configuration_of_a_run_is_named_as_what_it_is(capsys):
+    file = SCENARIOS.parent / "quickstart.toml"
+
+    assert run_cli(["simulate", str(file)]) == 2
+
+    message = capsys.readouterr().err
+    assert "expected `machine` and `runs`, found `model`" in message
+    assert f"use `offload plan {file}`" in message
