@@ -149,6 +149,24 @@ class TestBackward:
         optimizer.step()  # by itself it can
         assert session.state_digest() != digest
 
+    @pytest.mark.parametrize("overlap", ["backward", "both"])
+    def test_clipping_has_its_plain_effect_where_memory_keeps_all_records(self, tmp_path, overlap):
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        with open_session(tmp_path, overlap=overlap, budget_bytes=16 << 20) as session:
+            model = session.wrap(build(SmallGPT))
+            optimizer = session.AdamW(model.parameters(), **OPTIONS)
+            for index in range(2):
+                loss_of(model, index).backward()
+                assert not session._wrapped._updates.early.has_begun
+                loss_of(reference.model, index).backward()
+                for each in (model, reference.model):
+                    nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+                reference.step()
+                reference.model.zero_grad()
+            require_equal_state(session, model, reference)
+
     def test_a_commit_and_a_backward_without_a_step_leave_the_last_state(self, session):
         model = session.wrap(build(SmallGPT))
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
