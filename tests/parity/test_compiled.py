@@ -7,6 +7,7 @@ from parity.oracle import Reference
 from parity.sessions import open_session
 from parity.side_by_side import OPTIONS, require_equal_gradients, require_equal_state, train_both
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +22,9 @@ LAYERS = 3
 @pytest.fixture(autouse=True)
 def nothing_compiled():
     torch._dynamo.reset()
-    yield
+    # More would be a pool of threads that outlives the test.
+    with inductor_config.patch(compile_threads=1):
+        yield
     torch._dynamo.reset()
 
 

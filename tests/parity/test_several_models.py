@@ -65,7 +65,8 @@ def test_a_trained_model_and_a_frozen_one_share_a_budget(tmp_path, placement):
         planned = sum(m.plan.planned_bytes for m in session._models.all())
         assert session.stats().host_peak_bytes <= planned <= BUDGET
         each = [m.host_peak_bytes for m in session._models.all()]
-        assert max(each) < session.stats().host_peak_bytes <= sum(each)
+        # What prefetches hold of one while the other is at its peak depends on their speed.
+        assert max(each) <= session.stats().host_peak_bytes <= sum(each)
 
 
 @pytest.mark.parametrize("placement", SOME, ids="-".join)
