@@ -1,6 +1,6 @@
 """The scalars of an optimizer's step: computed in float64, each rounded once to fp32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,30 +45,28 @@ def adamw_scalars(
     Raises:
         ConfigError: `step` is below 1, or a beta is not in [0, 1).
     """
-    beta1, beta2 = _checked_betas("AdamW", betas)
-    _check_step("AdamW", step)
-    return Scalars(
-        c1=to_fp32(1 - beta1),
-        c2=to_fp32(1 - beta2),
-        b2=to_fp32(beta2),
-        q=to_fp32(1 - lr * weight_decay),
-        u=to_fp32(-(lr / (1 - beta1**step))),
-        r=to_fp32(1 / (1 - beta2**step) ** 0.5),
-        e=to_fp32(eps),
-    )
+    moments = _adam_moments("AdamW", lr=lr, betas=betas, eps=eps, step=step)
+    return replace(moments, q=to_fp32(1 - lr * weight_decay))
 
 
 def adam_scalars(
     *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int
 ) -> Scalars:
     """Returns Adam's scalars: the decay goes into the gradient. See `adamw_scalars`."""
-    beta1, beta2 = _checked_betas("Adam", betas)
-    _check_step("Adam", step)
+    moments = _adam_moments("Adam", lr=lr, betas=betas, eps=eps, step=step)
+    return replace(moments, w=to_fp32(weight_decay))
+
+
+def _adam_moments(
+    title: str, *, lr: float, betas: tuple[float, float], eps: float, step: int
+) -> Scalars:
+    """Returns what Adam and AdamW have in common: all but the decay."""
+    beta1, beta2 = _checked_betas(title, betas)
+    _check_step(title, step)
     return Scalars(
         c1=to_fp32(1 - beta1),
         c2=to_fp32(1 - beta2),
         b2=to_fp32(beta2),
-        w=to_fp32(weight_decay),
         u=to_fp32(-(lr / (1 - beta1**step))),
         r=to_fp32(1 / (1 - beta2**step) ** 0.5),
         e=to_fp32(eps),

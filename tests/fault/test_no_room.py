@@ -6,10 +6,10 @@ import re
 import subprocess
 
 import pytest
-from fault.storage_memory import get, memory_of, put
 from parity.models import SmallGPT, build, loss_of
 from parity.sessions import use_small_records
 from parity.side_by_side import OPTIONS
+from storage_memory import get, memory_of, put
 
 import offload
 from offload.errors import PlanError, StorageError

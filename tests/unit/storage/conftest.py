@@ -5,6 +5,7 @@ from unit.storage.records import BLOCK
 
 from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
+from offload.storage.store_paths import StorePath
 
 
 @pytest.fixture
@@ -20,6 +21,16 @@ def store(tmp_path, engine):
         engine=engine,
         block_bytes=BLOCK,
         describe=lambda record: f"weight of {record}",
+    )
+    store.create()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store_on_two_paths(tmp_path, engine):
+    store = BlockStore(
+        [StorePath(root=tmp_path / name) for name in "ab"], engine=engine, block_bytes=BLOCK
     )
     store.create()
     yield store

@@ -1,55 +1,31 @@
 """Named commits: they keep their blocks, cost none, and can be gone back to."""
 
 import errno
-import mmap
 import os
 import shutil
 
 import pytest
+import storage_memory
+from storage_memory import get, memory_of
 
 from offload.errors import ConfigError, StorageError, StoreError
-from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
-from offload.storage.store_paths import StorePath
 
 BLOCK = 4096
+NUM_BYTES = 3 * BLOCK + 5
 
 
-def memory_of(num_bytes, fill=0):
-    memory = memoryview(mmap.mmap(-1, max(BLOCK, -(-num_bytes // BLOCK) * BLOCK)))
-    memory[:num_bytes] = bytes((fill + i) % 251 for i in range(num_bytes))
-    return memory
+def put(store, record, fill, num_bytes=NUM_BYTES):
+    storage_memory.put(store, record, num_bytes, fill)
 
 
-def put(store, record, fill, num_bytes=3 * BLOCK + 5):
-    store.write(record, memory_of(num_bytes, fill), num_bytes=num_bytes).wait()
-
-
-def get(store, record, **options):
-    num_bytes = store.num_bytes(record)
-    memory = memory_of(num_bytes)
-    store.read(record, memory, **options).wait()
-    return bytes(memory[:num_bytes])
-
-
-def content(fill, num_bytes=3 * BLOCK + 5):
-    return bytes((fill + i) % 251 for i in range(num_bytes))
+def content(fill, num_bytes=NUM_BYTES):
+    return storage_memory.content(num_bytes, fill)
 
 
 @pytest.fixture
-def engine():
-    with Engine() as engine:
-        yield engine
-
-
-@pytest.fixture
-def store(tmp_path, engine):
-    store = BlockStore(
-        [StorePath(root=tmp_path / name) for name in "ab"], engine=engine, block_bytes=BLOCK
-    )
-    store.create()
-    yield store
-    store.close()
+def store(store_on_two_paths):
+    return store_on_two_paths
 
 
 def save_steps(store, *steps):

@@ -1,30 +1,19 @@
 """Copies of checkpoints in another directory: complete or invisible, and gone on with."""
 
-import mmap
 import threading
 
 import pytest
+from storage_memory import content, memory_of
 
 from offload.errors import StorageError
 from offload.storage import drain as drain_module
 from offload.storage.drain import Drain, copy_store, drained_copies
-from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
 from offload.storage.verify import verify
 
 BLOCK = 4096
 NUM_RECORDS = 8
-
-
-def memory_of(num_bytes, fill=0):
-    memory = memoryview(mmap.mmap(-1, max(BLOCK, -(-num_bytes // BLOCK) * BLOCK)))
-    memory[:num_bytes] = content(fill, num_bytes)
-    return memory
-
-
-def content(fill, num_bytes=3 * BLOCK + 5):
-    return bytes((fill + i) % 251 for i in range(num_bytes))
 
 
 def put_all(store, fill):
@@ -38,23 +27,12 @@ def require_content(store, fill):
     for record in range(NUM_RECORDS):
         memory = memory_of(3 * BLOCK + 5)
         store.read(str(record), memory).wait()
-        assert bytes(memory[: 3 * BLOCK + 5]) == content(fill + record)
+        assert bytes(memory[: 3 * BLOCK + 5]) == content(3 * BLOCK + 5, fill + record)
 
 
 @pytest.fixture
-def engine():
-    with Engine() as engine:
-        yield engine
-
-
-@pytest.fixture
-def store(tmp_path, engine):
-    store = BlockStore(
-        [StorePath(root=tmp_path / name) for name in "ab"], engine=engine, block_bytes=BLOCK
-    )
-    store.create()
-    yield store
-    store.close()
+def store(store_on_two_paths):
+    return store_on_two_paths
 
 
 @pytest.fixture

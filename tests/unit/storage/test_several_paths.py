@@ -2,12 +2,12 @@
 
 import errno
 import logging
-import mmap
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from storage_memory import content, get, put
 
 from offload.errors import ConfigError, CorruptStateError, StorageError, StoreError
 from offload.policy import resolve_striping
@@ -18,27 +18,6 @@ from offload.storage.summary import has_commit, peek
 from offload.storage.verify import verify
 
 BLOCK = 4096
-
-
-def memory_of(num_bytes, fill=0):
-    memory = memoryview(mmap.mmap(-1, max(BLOCK, -(-num_bytes // BLOCK) * BLOCK)))
-    memory[:num_bytes] = bytes((fill + i) % 251 for i in range(num_bytes))
-    return memory
-
-
-def put(store, record, num_bytes, fill=0):
-    store.write(record, memory_of(num_bytes, fill), num_bytes=num_bytes).wait()
-
-
-def get(store, record, **options):
-    num_bytes = store.num_bytes(record)
-    memory = memory_of(num_bytes)
-    store.read(record, memory, **options).wait()
-    return bytes(memory[:num_bytes])
-
-
-def content(num_bytes, fill=0):
-    return bytes((fill + i) % 251 for i in range(num_bytes))
 
 
 def live_blocks(store):

@@ -8,8 +8,13 @@ ALIGNMENT = 4096
 def memory_of(num_bytes, fill=0):
     """Returns page-aligned memory, whose first bytes depend on `fill`."""
     memory = memoryview(mmap.mmap(-1, max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)))
-    memory[:num_bytes] = bytes((fill + i) % 251 for i in range(num_bytes))
+    memory[:num_bytes] = content(num_bytes, fill)
     return memory
+
+
+def content(num_bytes, fill=0):
+    """Returns what `memory_of` begins with."""
+    return bytes((fill + i) % 251 for i in range(num_bytes))
 
 
 def put(store, record, num_bytes, fill=0):
