@@ -49,7 +49,7 @@ def train(monkeypatch):
     return run_training
 
 
-ONE_IN = 5
+ONE_IN = 10
 """Of the tests that open a session, one in so many runs on the emulated device by default too; the
 others do with `slow`."""
 

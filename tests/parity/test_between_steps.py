@@ -13,7 +13,8 @@ from parity.side_by_side import (
 )
 from torch import nn
 
-EITHER = [pytest.param(p, marks=[pytest.mark.slow] if p[0] != p[1] else []) for p in PLACEMENTS]
+ALL_STORED = ("storage", "storage")
+EITHER = [pytest.param(p, marks=[pytest.mark.slow] if p != ALL_STORED else []) for p in PLACEMENTS]
 ON_STORAGE = [("storage", "host"), ("storage", "storage")]
 
 
