@@ -1,13 +1,15 @@
 """The arrays of a measured pass, cut from one arena with huge pages."""
 
+import psutil
 import torch
 from torch import Tensor
 
 from offload.bench.optim_options import OptimCase
+from offload.errors import BudgetError
 from offload.layout import DTYPES, section_kinds
 from offload.memory import Arena, storage_over
 from offload.optim.kernels import Operands
-from offload.sizes import round_up
+from offload.sizes import format_size, round_up
 
 _PAGE_BYTES = 4096
 
@@ -25,11 +27,17 @@ class OptimMemory:
         self._kinds = section_kinds(case.codec, case.parameter_dtype, case.optimizer)
 
     def open(self) -> None:
-        """Takes the memory and fills it with ordinary values."""
+        """Takes the memory and fills it with ordinary values.
+
+        Raises:
+            BudgetError: This machine has less free.
+        """
         case, kinds = self._case, self._kinds
         dtypes = [case.parameter_dtype, case.gradient_dtype, *(k.dtype for k in kinds)]
         dtypes += ["float32", "float32"]
-        arena = Arena(sum(self._padded(dtype) for dtype in dtypes))
+        num_bytes = sum(self._padded(dtype) for dtype in dtypes)
+        _require_free(num_bytes)
+        arena = Arena(num_bytes)
         arena.open()
         arrays = [
             self._array(arena.take(self._padded(dtype)), dtype, index)
@@ -69,3 +77,13 @@ class OptimMemory:
         num_bytes = self._num_parameters * DTYPES[dtype].itemsize
         start = _PAGE_BYTES if index % 2 else 0
         return storage_over(memory[start : start + num_bytes]).view(getattr(torch, dtype))
+
+
+def _require_free(num_bytes: int) -> None:
+    """Refuses what the kernel would end the process for."""
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise BudgetError(
+            f"cannot measure in {format_size(num_bytes)} of memory: found "
+            f"{format_size(available)} available; lower `--parameters`"
+        )

@@ -360,7 +360,10 @@ def show(
     from offload.config import default_config, load_config
 
     output = _output(context, as_json)
-    settings = default_config() if config is None else load_config(config, overrides or ())
+    changes = list(overrides or ())
+    if config is not None and "=" in config.name and not config.exists():
+        config, changes = None, [str(config), *changes]  # of the defaults; no file was named
+    settings = load_config(config, changes) if config else default_config(changes)
     if output.as_json:
         output.write_json(settings.to_dict())
     else:

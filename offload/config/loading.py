@@ -14,6 +14,8 @@ from offload.config.schema import Config
 from offload.config.supported import unsupported_values
 from offload.errors import ConfigError
 
+_DEFAULTS = "the defaults"  # the source that messages name
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration in the file `path`, changed by `key=value` overrides.
@@ -25,9 +27,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return build_config(_read(Path(path)), overrides=changes, source=f"config `{path}`")
 
 
-def default_config() -> Config:
-    """Returns every default. A run also needs `tiers.host.memory`, which has none."""
-    return Config.model_validate({"policy": resolve_policy(None)})
+def default_config(overrides: Sequence[str] = ()) -> Config:
+    """Returns every default, changed by `key=value` overrides.
+
+    A run also needs `tiers.host.memory`, which has no default.
+
+    Raises:
+        ConfigError: A key or value is wrong or not available.
+    """
+    changes = parse_overrides(overrides)
+    return _parsed(_merged({}, changes, _DEFAULTS), source=_DEFAULTS, overrides=list(changes))
 
 
 def build_config(
@@ -47,11 +56,17 @@ def build_config(
         ConfigError: A key or value is wrong or not available.
     """
     changes = dict(overrides or {})
-    merged = dict(values or {})
+    return _validated(
+        _merged(values or {}, changes, source), source=source, overrides=list(changes)
+    )
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any], source: str) -> dict[str, Any]:
+    rest = dict(changes)
+    merged = dict(values)
     # A preset is resolved before single choices change it.
-    merged["policy"] = _policy(changes.pop("policy", merged.get("policy")), source)
-    merged = apply_overrides(merged, changes)
-    return _validated(merged, source=source, overrides=list(overrides or {}))
+    merged["policy"] = _policy(rest.pop("policy", merged.get("policy")), source)
+    return apply_overrides(merged, rest)
 
 
 def _policy(policy: object, source: str) -> dict[str, Any]:
@@ -64,11 +79,7 @@ def _policy(policy: object, source: str) -> dict[str, Any]:
 
 
 def _validated(values: dict[str, Any], *, source: str, overrides: list[str]) -> Config:
-    try:
-        config = Config.model_validate(values)
-    except ValidationError as error:
-        message = describe_errors(error, source=source, overrides=overrides)
-        raise ConfigError(message) from error
+    config = _parsed(values, source=source, overrides=overrides)
     # `model` takes any key, as a factory may have arguments of any name.
     extra = [] if config.model.factory else list(config.model.model_extra or {})
     if extra:
@@ -80,6 +91,14 @@ def _validated(values: dict[str, Any], *, source: str, overrides: list[str]) -> 
     if problems:
         raise ConfigError(describe_problems(problems, source=source, overrides=overrides))
     return config
+
+
+def _parsed(values: dict[str, Any], *, source: str, overrides: list[str]) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        message = describe_errors(error, source=source, overrides=overrides)
+        raise ConfigError(message) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -411,6 +411,14 @@ def test_config_show_prints_what_loads_as_the_same(config, tmp_path, capsys):
     assert "steps = 9" in shown
 
 
+def test_config_show_changes_the_defaults_without_a_file(capsys):
+    assert run(["config", "show", "train.steps=9", "policy.order=sequential"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "steps = 9" in shown
+    assert 'order = "sequential"' in shown
+
+
 @pytest.mark.parametrize(
     "arguments", [["config", "schema"], ["config", "show"], ["config", "show", "CONFIG"]]
 )

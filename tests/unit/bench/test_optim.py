@@ -8,7 +8,7 @@ from offload.bench.optim import run_optim_bench
 from offload.bench.optim_options import parse_options
 from offload.bench.optim_plot import write_plot
 from offload.cli.app import run
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.optim.kernels import kernel_names
 from offload.plan.machine_profile import read_profile
 
@@ -96,6 +96,11 @@ def test_bytes_are_those_that_the_pass_reads_and_writes():
 def test_wrong_options_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         parse_options(**wrong)
+
+
+def test_more_parameters_than_free_memory_holds_are_refused():
+    with pytest.raises(BudgetError, match="lower `--parameters`"):
+        run_optim_bench(parse_options(parameters="1e12", rounds=1))
 
 
 def test_a_plot_overwrites_only_plots(tmp_path):
