@@ -89,8 +89,10 @@ class SimulatedPath:
 
     @property
     def round_trip_bytes_per_s(self) -> float | None:
-        """Bytes that went in and out again each second while both directions were under way, or
-        while any was, where that is little of it: as the engine measures it."""
+        """Bytes that went in and out again each second while both directions were under way.
+
+        While any was, where both seldom were: as the engine measures it.
+        """
         is_enough = self._both.seconds > _ENOUGH_OF_BOTH * self._busy.seconds
         moved = self._both if is_enough else self._busy
         return moved.num_bytes / moved.seconds / 2 if moved.seconds > 0 else None

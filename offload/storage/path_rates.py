@@ -10,9 +10,10 @@ path can do at least as much.
 path moves about as much in as out, whatever share of the records it has; the bytes of both over the
 time in which it was busy are comparable between paths, and equal times mean that all end together.
 The two directions apart are not: reads that wait behind writes look slow, and bursts after a pause
-look fast. A path that reads and writes at the same time, each at its own rate, moves half of what it
-could while only one direction has anything to do. So time in which both were in flight decides where
-there was enough of it: else a path that lacks writes for a moment looks slow, gets less, and lacks more.
+look fast. A path that reads and writes at the same time, each at its own rate, moves half of what
+it could while only one direction has anything to do. So time in which both were in flight decides
+where there was enough of it: else a path that lacks writes for a moment looks slow, gets less, and
+lacks more.
 """
 
 import math
@@ -30,8 +31,8 @@ falls back."""
 _CLEARLY_FASTER = 2.0
 """An interval in which a path ran dry counts from here on: below, it may be chance."""
 _ENOUGH_OF_BOTH = 1 / 8
-"""Of the busy time that is remembered: from here on the time in which both directions were in flight
-stands for all."""
+"""Of the busy time that is remembered: from here on the time in which both directions were in
+flight stands for all."""
 
 
 class Moved(Protocol):
