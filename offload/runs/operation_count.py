@@ -1,11 +1,12 @@
 """Counts what the passes of a model compute, on the meta device: without values or memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 
@@ -66,16 +67,6 @@ class _BytesMoved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if not function.is_view and function.overloadpacket not in flop_registry:
-            moved = _tensors((args, kwargs, result))
-            self.num_bytes += sum(t.numel() * t.element_size() for t in moved)
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.num_bytes += sum(t.numel() * t.element_size() for t in tensors)
         return result
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
