@@ -123,6 +123,4 @@ class StepClock:
             duration_s, io_wait_s = duration_s - exposed_s, io_wait_s - exposed_io_s
         else:
             exposed_s = 0.0
-        spans.append(
-            Span(duration_s=duration_s, io_wait_s=io_wait_s, update_wait_s=exposed_s)
-        )
+        spans.append(Span(duration_s=duration_s, io_wait_s=io_wait_s, update_wait_s=exposed_s))

@@ -143,9 +143,7 @@ class StepRecorder:
     def rated(self, machine: Machine | None) -> list[StepMetrics]:
         """Returns the steps with the phases that the rates of `machine` show."""
         found = []
-        for step, times, bound in zip(
-            self.steps, self._times, self.bounds(machine), strict=True
-        ):
+        for step, times, bound in zip(self.steps, self._times, self.bounds(machine), strict=True):
             phases = self._phases(times, bound)
             found.append(replace(step, **asdict(phases)))
         return found
