@@ -91,14 +91,18 @@ class ModelBytes:
         )
 
 
-def kept_for_backward_bytes(layout: ModelLayout, num_slots: int) -> int:
+def kept_for_backward_bytes(
+    layout: ModelLayout, num_slots: int, *, tiled: frozenset[str] = frozenset()
+) -> int:
     """Returns the bytes of the last units of forward, one for each slot, which stay for backward.
 
     Args:
         layout: Of the model; its units are in the order in which forward uses them.
         num_slots: Slots for units, without those that calls hold beside the unit in use.
+        tiled: Names of units that no slot holds as a whole.
     """
-    last = layout.units[-num_slots:] if num_slots > 0 else ()
+    whole = [unit for unit in layout.units if unit.name not in tiled]
+    last = whole[-num_slots:] if num_slots > 0 else []
     return sum(placed.facts.num_bytes for unit in last for placed in unit.parameters())
 
 

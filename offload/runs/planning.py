@@ -19,6 +19,7 @@ from offload.plan.machine_profile import MachineProfile, PathProfile, read_profi
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
+from offload.plan.tiles import choose_wide
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
@@ -32,6 +33,7 @@ from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.unit_modules import UnitRules
+from offload.streaming.wide import wide_candidates
 
 BLOCK_BYTES = MIB
 """The block size of stores."""
@@ -51,13 +53,7 @@ def plan_run(
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered = discover_units(build_meta_model(config.model), UnitRules.of(config.units))
-    layout = build_layout(
-        [unit.facts for unit in discovered.units],
-        codec=config.optimizer.codec,
-        rule=config.optimizer.rule,
-        whole=whole_matrices(discovered, config.optimizer.whole_patterns),
-    )
+    discovered, layout = _units_of(config)
     host = _plan_host(config, layout, discovered) if config.offload else None
     directories = existing_directories(config, stores)
     spilled = spilled_bytes(config)
@@ -89,7 +85,40 @@ def plan_run(
         co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
+        tiled=discovered.wide_names,
     )
+
+
+def _units_of(config: Config) -> tuple[DiscoveredModel, ModelLayout]:
+    """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
+
+    Raises:
+        PlanError: There is no budget to plan with.
+    """
+    model = build_meta_model(config.model)
+
+    def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
+        discovered = discover_units(model, UnitRules.of(config.units), wide=wide)
+        return discovered, build_layout(
+            [unit.facts for unit in discovered.units],
+            codec=config.optimizer.codec,
+            rule=config.optimizer.rule,
+            whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+        )
+
+    def plans(wide: frozenset[str]) -> list[HostPlan | DevicePlan]:
+        discovered, layout = lay_out(wide)
+        device = _plan_device(config, layout, discovered)
+        host = _plan_host(config, layout, discovered)
+        return [host] if device is None else [host, device]
+
+    discovered, layout = lay_out(frozenset())
+    is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
+    if not config.offload or is_resident:
+        return discovered, layout
+    whole = whole_matrices(discovered, config.optimizer.whole_patterns)
+    wide = choose_wide(wide_candidates(model, besides=whole), plans)
+    return lay_out(wide) if wide else (discovered, layout)
 
 
 def tokens_per_step(config: Config) -> int:
@@ -140,9 +169,11 @@ def _kept_bytes(
     if device is not None:
         num_slots = device.num_slots
     num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
-    first_kept = len(layout.units) - num_free
-    not_asked_for = (i for i in discovered.lookup_units() if i < first_kept)
-    return kept_for_backward_bytes(layout, num_free) + sum(
+    tiled = discovered.wide_names
+    whole = [i for i, unit in enumerate(layout.units) if unit.name not in tiled]
+    kept = set(whole[-num_free:] if num_free else ())
+    not_asked_for = (i for i in discovered.lookup_units() if i not in kept)
+    return kept_for_backward_bytes(layout, num_free, tiled=tiled) + sum(
         discovered.units[index].num_bytes for index in not_asked_for
     )
 
@@ -217,6 +248,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
             memory_bytes=config.activations.memory,
             threshold_bytes=config.activations.threshold,
         ),
+        tiled=discovered.wide_names,
     )
 
 
@@ -260,6 +292,7 @@ def _plan_device(
         budget_bytes=config.tiers.device.memory,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
+        tiled=discovered.wide_names,
     )
 
 

@@ -24,6 +24,7 @@ from offload.plan.machine_profile import (
 )
 from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
+from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import PassTimes
 from offload.runs.data import open_text
 from offload.runs.pass_probe import pass_shape, probe_passes
@@ -159,7 +160,7 @@ class _Measurement:
     def _held_bytes(self) -> int:
         """Returns what the tiers hold in memory, and the gradients of one unit on their way."""
         plan = self._plan
-        transient = max((unit.num_bytes for unit in plan.layout.units), default=0)
+        transient = slot_bytes_of(plan.layout, plan.tiled)
         if plan.host is not None:
             return plan.host.planned_bytes + transient
         return plan.in_memory_bytes + transient
