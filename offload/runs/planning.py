@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
+from torch import nn
+
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
@@ -40,7 +42,11 @@ BLOCK_BYTES = MIB
 
 
 def plan_run(
-    config: Config, *, stores: Sequence[Path] = (), profile: MachineProfile | None = None
+    config: Config,
+    *,
+    stores: Sequence[Path] = (),
+    profile: MachineProfile | None = None,
+    model: nn.Module | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -48,12 +54,15 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
+        model: The run's, without values; None: it is built now.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered, layout = _units_of(config)
+    discovered, layout = _units_of(
+        config, build_meta_model(config.model) if model is None else model
+    )
     host = _plan_host(config, layout, discovered) if config.offload else None
     directories = existing_directories(config, stores)
     spilled = spilled_bytes(config)
@@ -89,13 +98,12 @@ def plan_run(
     )
 
 
-def _units_of(config: Config) -> tuple[DiscoveredModel, ModelLayout]:
+def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelLayout]:
     """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
 
     Raises:
         PlanError: There is no budget to plan with.
     """
-    model = build_meta_model(config.model)
 
     def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
         discovered = discover_units(model, UnitRules.of(config.units), wide=wide)

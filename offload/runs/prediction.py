@@ -1,6 +1,6 @@
 """Predicts a planned run, measuring in seconds what the machine's profile lacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,9 @@ from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import PassTimes
+from offload.runs.compared_policies import compare_policies
 from offload.runs.data import open_text
+from offload.runs.model import build_meta_model
 from offload.runs.pass_probe import pass_shape, probe_passes
 from offload.runs.planning import (
     BLOCK_BYTES,
@@ -55,9 +57,13 @@ def plan_and_predict(
     *,
     stores: Sequence[Path] = (),
     machine_file: Path | None = None,
+    open_keys: Collection[str] = (),
     on_measure: OnMeasure = lambda _: None,
 ) -> RunPlan:
     """Returns the plan of a run with what a step will take. Leaves nothing on the paths.
+
+    It is the plan of the run as it would be trained. What another choice of the keys that the user
+    left open would take is in `alternatives`, and the one worth it in `suggested`.
 
     What the profile lacks is measured now; what was measured of memory, kernels and passes is added
     to a profile that exists.
@@ -66,10 +72,16 @@ def plan_and_predict(
         config: Of the run.
         stores: Where the store goes on each path; none: below the current directory.
         machine_file: The profile; None: the default one, which may be missing.
+        open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
     """
     profile = read_profile(machine_file)
-    plan = plan_run(config, stores=stores, profile=profile)
+    model = build_meta_model(config.model)
+
+    def plan_of(config: Config) -> RunPlan:
+        return plan_run(config, stores=stores, profile=profile, model=model)
+
+    plan = plan_of(config)
     if not plan.fits:
         return plan  # nothing is measured for a run that can't be
     try:
@@ -82,7 +94,18 @@ def plan_and_predict(
     file = machine_file or default_file()
     if file is not None and file.exists() and measure.found != MachineProfile():
         add_to_profile(file, measure.found)
-    return replace(plan, machine=measure.machine, prediction=prediction)
+    plan = replace(plan, machine=measure.machine, prediction=prediction)
+    if prediction.step is None or not config.offload:
+        return plan  # without times there is nothing to compare
+
+    def step_s(changed: Config) -> float | None:
+        other = plan_of(changed)
+        is_as_exact = other.fits and other.tiled <= plan.tiled
+        found = measure.prediction_of(changed, other).step if is_as_exact else None
+        return found.step_s if found else None
+
+    found = compare_policies(config, open_keys, now_s=prediction.step.step_s, step_s=step_s)
+    return replace(plan, alternatives=tuple(found))
 
 
 class _Measurement:
@@ -104,12 +127,13 @@ class _Measurement:
         self._threads = torch.get_num_threads()
         self.found = MachineProfile()
         self.machine: Machine | None = None
+        self._measured_passes: PassProfile | None = None
 
     def predict(self) -> Prediction:
         """Returns what a step will take, as far as it can be known."""
-        config, plan = self._config, self._plan
+        plan = self._plan
         baseline_bytes = self._baseline_bytes()
-        passes = self._passes()
+        self._measured_passes = passes = self._passes()
         self.machine = Machine(
             paths=tuple(self._path(index) for index in range(len(self._directories)))
             if plan.stores_anything
@@ -119,22 +143,28 @@ class _Measurement:
         )
         if passes is None:
             return Prediction()
-        layers = config.model.layers
-        prediction = predict_step(
-            plan.layout,
-            plan.host,
-            plan.traffic,
-            choices_of(config),
-            machine=self.machine,
-            passes=self._by_unit(passes),
-            other_s=passes.other_s + layers * passes.other_layer_s,
-            tokens=tokens_per_step(config),
-        )
+        prediction = self.prediction_of(self._config, plan)
         activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
         return replace(
             prediction,
             rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes(),
             activation_bytes=round(activations),
+        )
+
+    def prediction_of(self, config: Config, plan: RunPlan) -> Prediction:
+        """Returns the times under another policy of the same run, with what was measured."""
+        passes, machine = self._measured_passes, self.machine
+        if passes is None or machine is None:
+            return Prediction()
+        return predict_step(
+            plan.layout,
+            plan.host,
+            plan.traffic,
+            choices_of(config),
+            machine=machine,
+            passes=self._by_unit(passes),
+            other_s=passes.other_s + config.model.layers * passes.other_layer_s,
+            tokens=tokens_per_step(config),
         )
 
     def _kept_layers(self) -> int:
