@@ -23,6 +23,22 @@ class Urgency(IntEnum):
 
 _DONE_BYTES = 1e-3
 """Less than this is rounding of the clock, not a byte."""
+_ENOUGH_OF_BOTH = 1 / 8
+"""Of the busy time."""
+
+
+class _Moved:
+    """Bytes, and the time that they took."""
+
+    __slots__ = ("num_bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0.0
+        self.seconds = 0.0
+
+    def add(self, num_bytes: float, seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += seconds
 
 
 class _Transfer:
@@ -53,7 +69,8 @@ class SimulatedPath:
         self._plan_number = 0
         self.moved_bytes = {Direction.READ: 0, Direction.WRITE: 0}
         self.queued_bytes = 0.0
-        self.busy_s = 0.0
+        self._busy = _Moved()
+        self._both = _Moved()
 
     def submit(self, direction: Direction, num_bytes: int, urgency: Urgency) -> Ticket:
         """Returns the ticket of a transfer that begins when its turn comes."""
@@ -72,9 +89,13 @@ class SimulatedPath:
 
     @property
     def round_trip_bytes_per_s(self) -> float | None:
-        """Bytes that went in and out again each second while the path was busy."""
-        moved = sum(self.moved_bytes.values()) - self.queued_bytes
-        return moved / self.busy_s / 2 if self.busy_s > 0 and moved > 0 else None
+        """Bytes that went in and out again each second while both directions were under way.
+
+        While any was, where both seldom were: as the engine measures it.
+        """
+        is_enough = self._both.seconds > _ENOUGH_OF_BOTH * self._busy.seconds
+        moved = self._both if is_enough else self._busy
+        return moved.num_bytes / moved.seconds / 2 if moved.seconds > 0 else None
 
     def _rate(self, direction: Direction) -> float:
         if len(self._moving) == 2:
@@ -88,8 +109,10 @@ class SimulatedPath:
         self._seen_s = self._clock.now_s
         if not self._moving or elapsed_s <= 0:
             return
-        self.busy_s += elapsed_s
         moved = {d: self._rate(d) * elapsed_s for d in self._moving}
+        self._busy.add(sum(moved.values()), elapsed_s)
+        if len(moved) == 2:
+            self._both.add(sum(moved.values()), elapsed_s)
         for direction, num_bytes in moved.items():
             self._moving[direction].left -= num_bytes
             self.queued_bytes = max(self.queued_bytes - num_bytes, 0.0)

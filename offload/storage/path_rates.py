@@ -10,7 +10,10 @@ path can do at least as much.
 path moves about as much in as out, whatever share of the records it has; the bytes of both over the
 time in which it was busy are comparable between paths, and equal times mean that all end together.
 The two directions apart are not: reads that wait behind writes look slow, and bursts after a pause
-look fast.
+look fast. A path that reads and writes at the same time, each at its own rate, moves half of what
+it could while only one direction has anything to do. So time in which both were in flight decides
+where there was enough of it: else a path that lacks writes for a moment looks slow, gets less, and
+lacks more.
 """
 
 import math
@@ -27,6 +30,9 @@ _STALL_MEMORY_S = 5.0
 falls back."""
 _CLEARLY_FASTER = 2.0
 """An interval in which a path ran dry counts from here on: below, it may be chance."""
+_ENOUGH_OF_BOTH = 1 / 8
+"""Of the busy time that is remembered: from here on the time in which both directions were in
+flight stands for all."""
 
 
 class Moved(Protocol):
@@ -70,15 +76,15 @@ class PathRates:
         with self._lock:
             self._note()
 
-    def submitted(self, path_index: int, num_bytes: int) -> None:
+    def submitted(self, path_index: int, num_bytes: int, *, is_write: bool) -> None:
         """Says what was submitted to a path."""
         with self._lock:
-            self._paths[path_index].submitted += num_bytes
+            self._paths[path_index].submitted[is_write] += num_bytes
 
     def queued_bytes(self, path_index: int) -> int:
         """Returns what is submitted and not done, both ways."""
         with self._lock:
-            return self._paths[path_index].queued
+            return sum(self._paths[path_index].queued())
 
     def round_trip_bytes_per_s(self, path_index: int) -> float | None:
         """Returns how many bytes go in and out again each second, None where nothing is known."""
@@ -95,39 +101,67 @@ class PathRates:
             path.look(elapsed_s, memory_bytes=memory_bytes)
 
 
+class _Mean:
+    """Bytes over time, of which the past counts less and less."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+        self.seconds = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self._bytes += num_bytes
+        self.seconds += seconds
+
+    def fade(self, kept: float) -> None:
+        self._bytes *= kept
+        self.seconds *= kept
+
+    def rate(self) -> float | None:
+        return self._bytes / self.seconds if self.seconds else None
+
+
 class _Path:
-    """What one path was given and has done."""
+    """What one path was given and has done; pairs are of reads and writes."""
 
     def __init__(self, counters: Callable[[], Moved]) -> None:
         self._counters = counters
-        self.submitted = 0
-        self._seen: int | None = None
-        self._start = 0  # of the counters when the store was opened
-        self._bytes = 0.0
-        self._busy_s = 0.0
+        self.submitted = [0, 0]
+        self._seen: tuple[int, int] | None = None
+        self._start = (0, 0)  # of the counters when the store was opened
+        self._any = _Mean()
+        self._both = _Mean()
 
-    @property
-    def queued(self) -> int:
-        return max(self.submitted - ((self._seen or 0) - self._start), 0)
+    def queued(self) -> tuple[int, int]:
+        read, written = self._seen or self._start
+        return (
+            max(self.submitted[0] - (read - self._start[0]), 0),
+            max(self.submitted[1] - (written - self._start[1]), 0),
+        )
 
     def look(self, elapsed_s: float, *, memory_bytes: int) -> None:
         moved = self._counters()
-        moved_bytes = moved.read_bytes + moved.write_bytes
+        now = (moved.read_bytes, moved.write_bytes)
         if self._seen is None:
-            self._seen = self._start = moved_bytes
+            self._seen = self._start = now
             return
-        was_busy = self.queued > 0
-        delta = moved_bytes - self._seen
-        self._seen = moved_bytes
-        if not was_busy or elapsed_s <= 0:
+        before = self.queued()
+        delta = sum(now) - sum(self._seen)
+        self._seen = now
+        after = self.queued()
+        if not any(before) or elapsed_s <= 0:
             return
         rate = self.rate()
         is_faster = rate is None or delta / elapsed_s > _CLEARLY_FASTER * rate
-        if self.queued or is_faster:
-            kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
-            self._bytes = self._bytes * kept + delta
-            self._busy_s = self._busy_s * kept + elapsed_s
+        if not any(after) and not is_faster:
+            return
+        kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
+        for mean in (self._any, self._both):
+            mean.fade(kept)
+        self._any.add(delta, elapsed_s)
+        if all(before) and all(after):
+            self._both.add(delta, elapsed_s)
 
     def rate(self) -> float | None:
         """Returns bytes/s of both directions together."""
-        return self._bytes / self._busy_s if self._busy_s else None
+        is_enough = self._both.seconds > _ENOUGH_OF_BOTH * self._any.seconds
+        return (self._both if is_enough else self._any).rate()

@@ -122,7 +122,7 @@ class RecordTransfers:
                 tickets.append(
                     path.engine.write(path.data.file, move.offset, part, priority=priority)
                 )
-                self._rates.submitted(move.path_index, move.num_bytes)
+                self._rates.submitted(move.path_index, move.num_bytes, is_write=True)
             # The transfers run while this thread hashes.
             version.checksums = block_checksums(data[:num_bytes], self._block_bytes)
         except Exception:  # after an interrupt a transfer may be on its way: the blocks stay taken
@@ -193,7 +193,7 @@ class RecordTransfers:
                 tickets.append(
                     path.engine.read(path.data.file, move.offset, part, priority=priority)
                 )
-                self._rates.submitted(move.path_index, move.num_bytes)
+                self._rates.submitted(move.path_index, move.num_bytes, is_write=False)
         except Exception:  # as in `write`
             _drain(tickets)
             self._versions.release(version)

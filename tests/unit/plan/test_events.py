@@ -55,7 +55,7 @@ def test_a_path_moves_one_direction_at_its_own_rate_and_both_at_the_mixed_one():
 
     # 60 bytes each way at 30/s, then 100 bytes of reads at 100/s.
     assert done == pytest.approx({"write": 2.0, "read": 3.0})
-    assert one.round_trip_bytes_per_s == pytest.approx(220 / 3 / 2)
+    assert one.round_trip_bytes_per_s == pytest.approx(30)  # not (220 / 3) / 2
 
 
 def test_what_is_needed_now_overtakes_what_waits_but_not_what_moves():

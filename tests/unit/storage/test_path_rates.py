@@ -19,7 +19,8 @@ class Paths:
 
     def submit(self, path, *, read=0, write=0):
         self.rates.note()
-        self.rates.submitted(path, read + write)
+        self.rates.submitted(path, read, is_write=False)
+        self.rates.submitted(path, write, is_write=True)
 
     def move(self, seconds, *rates):
         """Lets time pass while each path reads and writes so many bytes/s."""
@@ -71,6 +72,24 @@ def test_a_path_that_ran_dry_may_have_been_faster_and_not_slower(paths):
     assert paths.rates.round_trip_bytes_per_s(0) > 100e6
 
 
+def test_a_full_duplex_path_that_only_reads_for_a_while_is_no_slower(paths):
+    paths.submit(0, read=10**10, write=40_000_000)
+
+    for written in (400e6, 400e6, 400e6, 400e6, 400e6, 0, 0, 0):
+        paths.move(0.02, (400e6, written), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(400e6)
+
+
+def test_a_path_that_has_long_moved_one_direction_shows_the_rate_of_that(paths):
+    paths.submit(0, read=10**10, write=40_000_000)
+
+    for written in (400e6, 400e6, 400e6, 400e6, 400e6, *[0] * 60):
+        paths.move(0.02, (400e6, written), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6, rel=0.01)
+
+
 def test_a_new_rate_is_followed_within_a_second_of_work(paths):
     paths.submit(0, write=10**10)
     for _ in range(20):
@@ -95,7 +114,7 @@ def test_a_path_that_stands_still_falls_to_nothing(paths):
 def test_what_was_moved_before_does_not_count(paths):
     rates = PathRates([lambda: EngineStats(read_bytes=10**9)])
     rates.note()
-    rates.submitted(0, 5)
+    rates.submitted(0, 5, is_write=False)
     rates.note()
 
     assert rates.queued_bytes(0) == 5
