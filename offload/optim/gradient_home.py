@@ -47,7 +47,7 @@ class ResidentGradient:
     def read(self) -> torch.Tensor:
         return self._memory
 
-    def write(self, *, replaces: bool = False) -> torch.Tensor:
+    def write(self, *, replaces: bool = False) -> torch.Tensor:  # noqa: ARG002 - nothing is read
         return self._memory
 
     def known_sum(self) -> float | None:

@@ -1,6 +1,6 @@
 """Which gradients stay in memory, and what the others need on their way to storage and back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.layout import DTYPES, FlatShard, ModelLayout, Subgroup
@@ -15,6 +15,8 @@ SPILL_SLOTS = 2
 class GradientPlan:
     """Where the gradients of a model accumulate."""
 
+    dtype: str = "parameter"
+    """`"parameter"` or `"float32"`."""
     resident_bytes: int = 0
     """Of the shards whose gradients stay in memory, each padded."""
     spilled: tuple[str, ...] = ()
@@ -43,7 +45,8 @@ class GradientPlan:
 def keep_gradients(layout: ModelLayout, dtype: str) -> GradientPlan:
     """Returns the plan that keeps every gradient in memory."""
     shards = _trainable(layout)
-    return GradientPlan(resident_bytes=sum(gradient_bytes(shard, dtype) for shard in shards))
+    resident = sum(gradient_bytes(shard, dtype) for shard in shards)
+    return GradientPlan(dtype=dtype, resident_bytes=resident)
 
 
 def spill_gradients(layout: ModelLayout, dtype: str, *, room_bytes: int = 0) -> GradientPlan:
@@ -55,16 +58,13 @@ def spill_gradients(layout: ModelLayout, dtype: str, *, room_bytes: int = 0) -> 
     resident = 0
     while shards and resident + gradient_bytes(shards[0], dtype) <= room_bytes:
         resident += gradient_bytes(shards.pop(0), dtype)
-    names = {shard.name for shard in shards}
-    sizes = {
-        subgroup.name: subgroup_gradient_bytes(layout, subgroup, dtype)
-        for name in names
-        for subgroup in layout.subgroups[name]
-    }
+    spilled = tuple(shard.name for shard in shards)
+    sizes = _sizes(layout, spilled, dtype)
     buffers = (sum(sizes.get(s.name, 0) for s in record.subgroups) for record in layout.records)
     return GradientPlan(
+        dtype=dtype,
         resident_bytes=resident,
-        spilled=tuple(shard.name for shard in shards),
+        spilled=spilled,
         spilled_bytes=sum(sizes.values()),
         slot_bytes=max((gradient_bytes(shard, dtype) for shard in shards), default=0),
         buffer_bytes=max(buffers, default=0),
@@ -95,5 +95,27 @@ def subgroup_gradient_bytes(layout: ModelLayout, subgroup: Subgroup, dtype: str)
     return round_up(subgroup.num_elements * itemsize, TRANSFER_ALIGNMENT)
 
 
+def spilled_sizes(layout: ModelLayout, plan: GradientPlan) -> dict[str, int]:
+    """Returns the bytes of the gradients of each subgroup that is spilled, padded, by name."""
+    return _sizes(layout, plan.spilled, plan.dtype)
+
+
+def _sizes(layout: ModelLayout, shards: Sequence[str], dtype: str) -> dict[str, int]:
+    return {
+        subgroup.name: subgroup_gradient_bytes(layout, subgroup, dtype)
+        for name in shards
+        for subgroup in layout.subgroups[name]
+    }
+
+
 def _trainable(layout: ModelLayout) -> Iterator[FlatShard]:
     return (shard for shard in layout.shards.values() if shard.is_trainable)
+
+
+def may_spill(parameters: str, optimizer: str, *, overlap: str) -> bool:
+    """Returns whether gradients can go to storage: there is some, and no update under backward.
+
+    An update under backward takes gradients where they appear; on storage they would only be read
+    back at once.
+    """
+    return "storage" in (parameters, optimizer) and overlap in ("none", "forward")

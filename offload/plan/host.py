@@ -50,9 +50,7 @@ class HostPlan:
     @property
     def buffer_bytes(self) -> int:
         """Of what of one record is on storage: state, parameters, gradients."""
-        return (
-            self.state_buffer_bytes + self.parameter_buffer_bytes + self.gradients.buffer_bytes
-        )
+        return self.state_buffer_bytes + self.parameter_buffer_bytes + self.gradients.buffer_bytes
 
     @property
     def num_gradient_slots(self) -> int:

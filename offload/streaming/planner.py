@@ -61,6 +61,7 @@ class Planner:
             is_training=options.is_training,
             is_unified=self.is_unified,
             activations=options.activations.plan,
+            spills_gradients=options.spills_gradients,
         )
 
     def _device_within(self, layout: ModelLayout, budget_bytes: int | None) -> DevicePlan:

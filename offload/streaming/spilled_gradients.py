@@ -64,7 +64,6 @@ class SpilledGradients:
         layout: ModelLayout,
         plan: GradientPlan,
         *,
-        dtype: str,
         slots: SlotPool[memoryview],
         spill: Spill,
         sums_of_squares: SumsOfSquares,
@@ -75,7 +74,6 @@ class SpilledGradients:
         Args:
             layout: Of the model.
             plan: Names the shards that are spilled.
-            dtype: `"parameter"` or `"float32"`.
             slots: Each as long as the largest of the shards needs.
             spill: Open, with places for the largest subgroup.
             sums_of_squares: For norms.
@@ -88,9 +86,11 @@ class SpilledGradients:
         self._is_live = is_live
         self._takes_sums = False
         self._lock = threading.RLock()
-        self._shards = {name: _shard_of(layout, name, dtype) for name in plan.spilled}
+        self._shards = {name: _shard_of(layout, name, plan.dtype) for name in plan.spilled}
         self._present: dict[str, _Shard] = {}  # those in a slot, the latest last
-        self._subgroups = {s.name: shard for shard in self._shards.values() for s in shard.subgroups}
+        self._subgroups = {
+            s.name: shard for shard in self._shards.values() for s in shard.subgroups
+        }
 
     def __contains__(self, shard_name: str) -> bool:
         return shard_name in self._shards

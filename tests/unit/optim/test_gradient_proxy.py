@@ -35,7 +35,9 @@ def make_pair(dtype):
     streamed = [nn.Parameter(p.detach().clone()) for p in plain]
     for index, (s, p) in enumerate(zip(streamed, plain, strict=True)):
         p.grad = torch.randn(p.shape).to(dtype)
-        s.grad = StreamedGradient(Accumulator(f"p{index}", ResidentGradient(p.grad.clone()), sums_of_squares))
+        s.grad = StreamedGradient(
+            Accumulator(f"p{index}", ResidentGradient(p.grad.clone()), sums_of_squares)
+        )
     return streamed, plain
 
 
@@ -180,7 +182,9 @@ def test_the_norm_is_formed_in_the_order_of_names_and_blocks():
     streamed = []
     for name, gradient in gradients.items():
         parameter = nn.Parameter(torch.zeros(5000))
-        parameter.grad = StreamedGradient(Accumulator(name, ResidentGradient(gradient), sums_of_squares))
+        parameter.grad = StreamedGradient(
+            Accumulator(name, ResidentGradient(gradient), sums_of_squares)
+        )
         streamed.append(parameter)
 
     found = U.get_total_norm([p.grad for p in streamed])
