@@ -93,15 +93,20 @@ class Accumulator:
             gradient: Its values.
             start_copy: Starts copying them from a device; None: they are copied at once.
         """
-        self._before_write(self.name)
-        self.settle()
-        self.scales.clear()
+        self.begin()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         memory = self._home.write(replaces=True)
         if start_copy is None or dense.dtype != memory.dtype:
             memory.copy_(dense)
         else:
             self._arrival = start_copy(dense, memory)
+
+    def begin(self) -> torch.Tensor:
+        """Returns the memory for the first gradient of a step, which the caller writes whole."""
+        self._before_write(self.name)
+        self.settle()
+        self.scales.clear()
+        return self._home.write(replaces=True)
 
     def settle(self) -> None:
         """Waits for a copy that was started."""

@@ -8,6 +8,7 @@ from offload.layout import ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
 from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
+from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
 Placement = Literal["host", "storage"]
@@ -115,6 +116,7 @@ def plan_host(
     is_unified: bool = True,
     activations: ActivationPlan | None = None,
     spills_gradients: bool = False,
+    tiled: frozenset[str] = frozenset(),
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -126,12 +128,13 @@ def plan_host(
             way between storage and the device.
         activations: What of them moves through host memory.
         spills_gradients: Whether gradients go to storage where the budget is too short for all.
+        tiled: Names of units that no slot holds as a whole.
     """
     moved = activations if activations is not None and is_training else ActivationPlan()
     kept = keep_gradients(layout, gradient_dtype) if is_training else GradientPlan()
     on_host = parameters == "host"
     resident_parameters = layout.parameter_bytes if on_host else 0
-    slot_bytes = 0 if on_host else max((unit.num_bytes for unit in layout.units), default=0)
+    slot_bytes = 0 if on_host else slot_bytes_of(layout, tiled)
     resident_state = layout.state_bytes if optimizer == "host" and is_training else 0
     state_buffer = parameter_buffer = 0
     if is_training and optimizer == "storage":
