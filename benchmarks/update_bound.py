@@ -8,8 +8,8 @@ The I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half a
 a cache holds 0, 0.2 and 0.5 of the records; their bound is of the rates that the emulation keeps,
 as it paces the engine's own calls and no other program's. With `--throttled` the kernel gives two
 loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
-is. Then fio, for the drive with its best setting of a sweep, and a copy past the caches measure between
-any two steps. Prints one JSON object.
+is. Then fio, for the drive with its best setting of a sweep, and a copy past the caches measure
+between any two steps. Prints one JSON object.
 """
 
 import argparse

@@ -183,7 +183,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say whether the run fits this machine and what it will move."""
-    from offload.config import load_config
+    from offload.config import load_config, open_policy_keys
 
     output = _output(context, as_json)
     settings = load_config(config, overrides or ())
@@ -198,6 +198,7 @@ def plan(
     result = plan_and_predict(
         settings,
         machine_file=machine,
+        open_keys=open_policy_keys(config, overrides or ()),
         on_measure=lambda what: progress.print(f"measuring {what}", soft_wrap=True),
     )
     if write is not None and result.fits:

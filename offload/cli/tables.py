@@ -110,6 +110,8 @@ def render_plan(console: Console, result: Result) -> None:
     rows += [
         (each["choice"], f"{each['value']}: {each['why']}") for each in values.get("choices", [])
     ]
+    if values.get("suggested"):
+        rows.append(("faster by this plan", values["suggested"]["why"]))
     rows += [
         ("outside budgets", f"{each['what']}: {format_figure('num_bytes', each['num_bytes'])}")
         for each in values.get("not_covered", [])

@@ -1,6 +1,6 @@
 """The configuration of a run: schema, presets, overrides and messages."""
 
-from offload.config.loading import build_config, default_config, load_config
+from offload.config.loading import build_config, default_config, load_config, open_policy_keys
 from offload.config.presets import preset_names, resolve_policy
 from offload.config.schema import (
     CheckpointConfig,
@@ -27,6 +27,7 @@ __all__ = [
     "build_config",
     "default_config",
     "load_config",
+    "open_policy_keys",
     "preset_names",
     "resolve_policy",
 ]

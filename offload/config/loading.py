@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from offload.config.messages import describe_errors, describe_problems, describe_unknown
 from offload.config.overrides import apply_overrides, parse_overrides
 from offload.config.presets import resolve_policy
-from offload.config.schema import Config
+from offload.config.schema import Config, PolicyConfig
 from offload.config.supported import unsupported_values
 from offload.errors import ConfigError
 
@@ -37,6 +37,22 @@ def default_config(overrides: Sequence[str] = ()) -> Config:
     """
     changes = parse_overrides(overrides)
     return _parsed(_merged({}, changes, _DEFAULTS), source=_DEFAULTS, overrides=list(changes))
+
+
+def open_policy_keys(path: str | Path, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """Returns the keys of `policy` that neither the file `path` nor the overrides set.
+
+    A preset or a file that the run names sets all of them.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    changes = parse_overrides(overrides)
+    named = changes.get("policy", _read(Path(path)).get("policy", {}))
+    if not isinstance(named, Mapping):
+        return frozenset()
+    given = {key.removeprefix("policy.") for key in changes if key.startswith("policy.")}
+    return frozenset(PolicyConfig.model_fields) - named.keys() - given
 
 
 def build_config(

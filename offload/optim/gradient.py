@@ -86,14 +86,19 @@ class Accumulator:
             gradient: Its values.
             start_copy: Starts copying them from a device; None: they are copied at once.
         """
-        self._before_write(self.name)
-        self.settle()
-        self.scales.clear()
+        self.begin()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if start_copy is None or dense.dtype != self._memory.dtype:
             self._memory.copy_(dense)
         else:
             self._arrival = start_copy(dense, self._memory)
+
+    def begin(self) -> torch.Tensor:
+        """Returns the memory for the first gradient of a step, which the caller writes whole."""
+        self._before_write(self.name)
+        self.settle()
+        self.scales.clear()
+        return self._memory
 
     def settle(self) -> None:
         """Waits for a copy that was started."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
 
@@ -46,6 +47,7 @@ def plan_device(
     co_resident_units: int = 1,
     prefetch_distance: int = 2,
     holds_all: bool = False,
+    tiled: frozenset[str] = frozenset(),
 ) -> DevicePlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -54,8 +56,9 @@ def plan_device(
         co_resident_units: Most units that one call needs at once.
         prefetch_distance: Units fetched ahead.
         holds_all: A slot for every unit, whatever the budget.
+        tiled: Names of units that no slot holds as a whole.
     """
-    slot_bytes = max((unit.num_bytes for unit in layout.units), default=0)
+    slot_bytes = slot_bytes_of(layout, tiled)
     most = len(layout.units)
     if not slot_bytes or holds_all:
         num_slots = most if slot_bytes else 0

@@ -7,6 +7,7 @@ from offload.errors import PlanError
 from offload.layout import DTYPES, ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
+from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size, round_up
 
 Placement = Literal["host", "storage"]
@@ -108,6 +109,7 @@ def plan_host(
     is_training: bool = True,
     is_unified: bool = True,
     activations: ActivationPlan | None = None,
+    tiled: frozenset[str] = frozenset(),
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -118,12 +120,13 @@ def plan_host(
         is_unified: Whether the device computes in host memory. Else slots stage what is on its
             way between storage and the device.
         activations: What of them moves through host memory.
+        tiled: Names of units that no slot holds as a whole.
     """
     moved = activations if activations is not None and is_training else ActivationPlan()
     gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
     on_host = parameters == "host"
     resident_parameters = layout.parameter_bytes if on_host else 0
-    slot_bytes = 0 if on_host else max((unit.num_bytes for unit in layout.units), default=0)
+    slot_bytes = 0 if on_host else slot_bytes_of(layout, tiled)
     resident_state = layout.state_bytes if optimizer == "host" and is_training else 0
     state_buffer = parameter_buffer = 0
     if is_training and optimizer == "storage":

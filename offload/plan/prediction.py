@@ -105,6 +105,7 @@ def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> Sim
             num_cached=host.num_cached if host else 0,
         ),
         overlap=resolve_overlap(choices.overlap),
+        updates_in_backward=choices.overlap in ("backward", "both"),
         num_slots=(host.num_slots if host else 0) or len(layout.units),
         prefetch_distance=choices.prefetch,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.alternatives import Alternative, fastest
 from offload.plan.device import DevicePlan
 from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
 from offload.plan.host import HostPlan, gradient_region_bytes
@@ -55,6 +56,8 @@ class RunPlan:
     """None where there are none."""
     machine: Machine | None = None
     """The rates that it was predicted with."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Policies that were compared, the run's own first; none where times are not predicted."""
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
 
@@ -106,6 +109,8 @@ class RunPlan:
             "give_up": [asdict(saving) for saving in self.savings],
             "policy": self.policy,
             "activations": self.activations,
+            "alternatives": [each.to_json() for each in self.alternatives],
+            "suggested": self._suggestion(),
             "choices": [asdict(choice) for choice in self._explained()],
             "co_resident": self._co_resident(),
             "not_covered": [each.to_json() for each in self._not_covered()],
@@ -116,6 +121,28 @@ class RunPlan:
             "predicted": self._predicted(),
             "commits": self._commits(),
             "machine": self._machine(),
+        }
+
+    @property
+    def suggested(self) -> Alternative | None:
+        """The compared policy that is worth a change; None where the run's own is best."""
+        if not self.alternatives:
+            return None
+        best = fastest(self.alternatives[0], self.alternatives[1:])
+        return None if best is self.alternatives[0] else best
+
+    def _suggestion(self) -> dict[str, Any] | None:
+        suggested = self.suggested
+        if suggested is None:
+            return None
+        own = self.alternatives[0]
+        changes = suggested.choices.changed_from(own.choices)
+        settings = ", ".join(f"policy.{key}={value}" for key, value in changes.items())
+        return {
+            "policy": changes,
+            "step_s": suggested.step_s,
+            "why": f"{settings}: a step would take {suggested.step_s:.3g} s instead of "
+            f"{own.step_s:.3g} s",
         }
 
     def _commits(self) -> dict[str, float | int | None] | None:

@@ -211,11 +211,15 @@ class _Simulation:
                 units = [[piece.unit for piece in record.pieces] for record in self._work.records]
                 sequence = policy.overlap.sequence(units, range(len(self._work.units)))
         else:
-            sequence = [
+            # Those in memory have nowhere else to put their new values before the step.
+            kept = policy.order.kept(len(complete), policy.window.num_cached, step)
+            ready = [stepped if i in kept else done for i, done in enumerate(complete)]
+            arriving = [
                 index
                 for unit in reversed(range(len(self._work.units)))
                 for index in self._passes.records_completed_by(unit)
             ]
+            sequence = sorted(arriving, key=lambda index: index in kept)
         if policy.overlap is not None:
             self._updated = updated
         before = self._pending

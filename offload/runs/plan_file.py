@@ -6,6 +6,7 @@ from pathlib import Path
 from offload.config import Config, build_config
 from offload.errors import ConfigError
 from offload.plan.run_plan import RunPlan
+from offload.runs.compared_policies import with_choices
 
 MARK = "# A run as planned, by `offload plan --write`."
 """The first line of a file that may be written anew."""
@@ -46,7 +47,7 @@ def write_plan(file: Path, config: Config, plan: RunPlan) -> None:
 
 
 def planned_config(config: Config, plan: RunPlan) -> Config:
-    """Returns the config with the plan's budgets where `config` left them open.
+    """Returns the config with the plan's budgets and choices where `config` left them open.
 
     `tiers.storage.capacity` stays open: free space is another by the time of the run.
     """
@@ -55,6 +56,8 @@ def planned_config(config: Config, plan: RunPlan) -> Config:
         sizes["tiers.device.memory"] = plan.device.budget_bytes or plan.device.planned_bytes
     if plan.host is not None:
         sizes["tiers.host.memory"] = plan.host.budget_bytes
+    if plan.suggested is not None:
+        config = with_choices(config, plan.suggested.choices)
     return build_config(config.to_dict(), overrides=sizes)
 
 

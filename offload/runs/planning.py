@@ -38,7 +38,11 @@ BLOCK_BYTES = MIB
 
 
 def plan_run(
-    config: Config, *, stores: Sequence[Path] = (), profile: MachineProfile | None = None
+    config: Config,
+    *,
+    stores: Sequence[Path] = (),
+    profile: MachineProfile | None = None,
+    discovered: DiscoveredModel | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -46,12 +50,13 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
+        discovered: What `discover` found in the run's model; None: it is built now.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered = discover_units(build_meta_model(config.model), UnitRules.of(config.units))
+    discovered = discover(config) if discovered is None else discovered
     layout = build_layout(
         [unit.facts for unit in discovered.units],
         codec=config.optimizer.codec,
@@ -90,6 +95,11 @@ def plan_run(
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
     )
+
+
+def discover(config: Config) -> DiscoveredModel:
+    """Returns the units of the run's model, which is built without values."""
+    return discover_units(build_meta_model(config.model), UnitRules.of(config.units))
 
 
 def tokens_per_step(config: Config) -> int:

@@ -1,6 +1,6 @@
 """Predicts a planned run, measuring in seconds what the machine's profile lacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from offload.devices.opening import require_device
 from offload.errors import ConfigError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
+from offload.plan.host import gradient_region_bytes
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import (
     KernelProfile,
@@ -25,11 +26,14 @@ from offload.plan.machine_profile import (
 from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
 from offload.plan.work import PassTimes
+from offload.runs.compared_policies import compare_policies
 from offload.runs.data import open_text
+from offload.runs.pass_estimate import PassEstimate, estimate_passes
 from offload.runs.pass_probe import pass_shape, probe_passes
 from offload.runs.planning import (
     BLOCK_BYTES,
     choices_of,
+    discover,
     existing_directories,
     plan_run,
     tokens_per_step,
@@ -54,9 +58,13 @@ def plan_and_predict(
     *,
     stores: Sequence[Path] = (),
     machine_file: Path | None = None,
+    open_keys: Collection[str] = (),
     on_measure: OnMeasure = lambda _: None,
 ) -> RunPlan:
     """Returns the plan of a run with what a step will take. Leaves nothing on the paths.
+
+    It is the plan of the run as it would be trained. What another choice of the keys that the user
+    left open would take is in `alternatives`, and the one worth it in `suggested`.
 
     What the profile lacks is measured now; what was measured of memory, kernels and passes is added
     to a profile that exists.
@@ -65,10 +73,16 @@ def plan_and_predict(
         config: Of the run.
         stores: Where the store goes on each path; none: below the current directory.
         machine_file: The profile; None: the default one, which may be missing.
+        open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
     """
     profile = read_profile(machine_file)
-    plan = plan_run(config, stores=stores, profile=profile)
+    discovered = discover(config)
+
+    def plan_of(config: Config) -> RunPlan:
+        return plan_run(config, stores=stores, profile=profile, discovered=discovered)
+
+    plan = plan_of(config)
     if not plan.fits:
         return plan  # nothing is measured for a run that can't be
     try:
@@ -81,7 +95,22 @@ def plan_and_predict(
     file = machine_file or default_file()
     if file is not None and file.exists() and measure.found != MachineProfile():
         add_to_profile(file, measure.found)
-    return replace(plan, machine=measure.machine, prediction=prediction)
+    plan = replace(
+        plan,
+        machine=measure.machine,
+        prediction=prediction,
+        warnings=(*plan.warnings, *measure.warnings),
+    )
+    if prediction.step is None or not config.offload:
+        return plan  # without times there is nothing to compare
+
+    def step_s(changed: Config) -> float | None:
+        other = plan_of(changed)
+        found = measure.prediction_of(changed, other).step if other.fits else None
+        return found.step_s if found else None
+
+    found = compare_policies(config, open_keys, now_s=prediction.step.step_s, step_s=step_s)
+    return replace(plan, alternatives=tuple(found))
 
 
 class _Measurement:
@@ -103,12 +132,15 @@ class _Measurement:
         self._threads = torch.get_num_threads()
         self.found = MachineProfile()
         self.machine: Machine | None = None
+        self._measured_passes: PassProfile | None = None
+        self._estimate: PassEstimate | None = None
+        self.warnings: list[str] = []
 
     def predict(self) -> Prediction:
         """Returns what a step will take, as far as it can be known."""
-        config, plan = self._config, self._plan
+        plan = self._plan
         baseline_bytes = self._baseline_bytes()
-        passes = self._passes()
+        self._measured_passes = passes = self._passes()
         self.machine = Machine(
             paths=tuple(self._path(index) for index in range(len(self._directories)))
             if plan.stores_anything
@@ -117,23 +149,36 @@ class _Measurement:
             update_parameters_per_s=self._update_rate(),
         )
         if passes is None:
-            return Prediction()
-        layers = config.model.layers
-        prediction = predict_step(
-            plan.layout,
-            plan.host,
-            plan.traffic,
-            choices_of(config),
-            machine=self.machine,
-            passes=self._by_unit(passes),
-            other_s=passes.other_s + layers * passes.other_layer_s,
-            tokens=tokens_per_step(config),
-        )
+            # What a model of the user's saves for backward is not counted: no peak is given.
+            self._estimate = self._estimated(self.machine.copy_bytes_per_s)
+            return self.prediction_of(self._config, plan)
+        prediction = self.prediction_of(self._config, plan)
         activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
         return replace(
             prediction,
             rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes(),
             activation_bytes=round(activations),
+        )
+
+    def prediction_of(self, config: Config, plan: RunPlan) -> Prediction:
+        """Returns the times under another policy of the same run, with what was measured."""
+        passes, estimate, machine = self._measured_passes, self._estimate, self.machine
+        if machine is None or (passes is None and estimate is None):
+            return Prediction()
+        if passes is not None:
+            units = self._by_unit(passes)
+            other_s = passes.other_s + config.model.layers * passes.other_layer_s
+        elif estimate is not None:
+            units, other_s = list(estimate.units), estimate.other_s
+        return predict_step(
+            plan.layout,
+            plan.host,
+            plan.traffic,
+            choices_of(config),
+            machine=machine,
+            passes=units,
+            other_s=other_s,
+            tokens=tokens_per_step(config),
         )
 
     def _kept_layers(self) -> int:
@@ -179,6 +224,31 @@ class _Measurement:
         if measured is not None:
             self.found = self.found.merged(MachineProfile(passes=(measured,)))
         return measured
+
+    def _estimated(self, copy_bytes_per_s: float) -> PassEstimate | None:
+        """Returns the passes of a model of the user's, or says why they are not known."""
+        config, plan = self._config, self._plan
+        if config.model.factory is None or config.tiers.device.kind != "cpu":
+            return None
+        self._on_measure("products of the model's largest layer")
+        try:
+            found = estimate_passes(
+                config,
+                [unit.name for unit in plan.layout.units],
+                gradient_bytes=gradient_region_bytes(plan.layout, config.train.gradient_dtype),
+                copy_bytes_per_s=copy_bytes_per_s,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises without values
+            self.warnings.append(
+                f"times are not predicted: `{config.model.factory}` cannot run without values "
+                f"({type(error).__name__}: {error})"
+            )
+            return None
+        self.warnings.append(
+            "times of passes are estimated from the operations of the model, not measured; "
+            "what is saved for backward, and so the RSS peak, is not known"
+        )
+        return found
 
     def _by_unit(self, passes: PassProfile) -> list[PassTimes]:
         """Layers take their time each; what is left is the last unit's, where the loss is."""

@@ -68,7 +68,9 @@ class Adoption:
         """Writes every unit to the store through a slot; parameters become placeholders."""
         for index, unit in enumerate(self._state.layout.units):
             streamed = StreamedUnit(unit, index, self._parameters)
-            if not self._is_resumed and unit.num_bytes:
+            if not self._is_resumed and unit.num_bytes > slots.slot_bytes:
+                self._write_by_subgroups(unit, slots)
+            elif not self._is_resumed and unit.num_bytes:
                 self._write_unit(unit, streamed, slots)
             for binding in streamed.bindings:
                 self._forget(binding.parameter)
@@ -101,6 +103,28 @@ class Adoption:
             StoredUnits(self._state.layout, self._state.store).write_from(
                 unit, slot.memory[: unit.num_bytes]
             )
+        finally:
+            slots.release(slot)
+
+    def _write_by_subgroups(self, unit: Unit, slots: SlotPool[memoryview]) -> None:
+        """Writes a unit of one parameter, which no slot holds."""
+        assert self._state.store is not None
+        shard = unit.shards[0]
+        values = self._values_of(self._parameters[shard.parameters[0].facts.name])
+        flat = values.contiguous().view(-1)
+        slot = slots.try_lease()
+        assert slot is not None, "no unit is resident yet: every slot is free"
+        try:
+            for subgroup in self._state.layout.subgroups[shard.name]:
+                memory = slot.memory[: subgroup.padded_parameter_bytes]
+                base = storage_over(memory)
+                base.zero_()
+                base.view(flat.dtype)[: subgroup.stop - subgroup.start].copy_(
+                    flat[subgroup.start : subgroup.stop]
+                )
+                self._state.store.write(
+                    parameter_key(subgroup), memory, num_bytes=subgroup.parameter_bytes
+                ).wait()
         finally:
             slots.release(slot)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from offload.devices import Device
+from offload.layout import ModelLayout, Unit
 from offload.memory import SlotPool
 from offload.optim.model_state import ModelState
 from offload.streaming.discovery import DiscoveredModel
@@ -15,6 +16,7 @@ from offload.streaming.residency import ParameterTier, Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
+from offload.streaming.tiles import BeginRows
 from offload.streaming.unit import StreamedUnit
 
 
@@ -49,6 +51,7 @@ class Attachment:
         staging: SlotPool[memoryview] | None,
         prefetch_distance: int,
         on_edit: Callable[[Sequence[str]], None],
+        begin_rows: BeginRows | None = None,
     ) -> None:
         """Attaches so that a call fetches its unit.
 
@@ -60,9 +63,16 @@ class Attachment:
             staging: Host slots on the way to a device with memory of its own.
             prefetch_distance: The least.
             on_edit: Called with the names of what the user changed of a unit.
+            begin_rows: Takes gradients of wide parameters; None: the model is not trained.
         """
         units = [
-            StreamedUnit(unit, index, self._parameters, device=self._device.torch_device)
+            StreamedUnit(
+                unit,
+                index,
+                self._parameters,
+                device=self._device.torch_device,
+                subgroups=_subgroups_of(unit, state.layout) if index in discovered.wide else None,
+            )
             for index, unit in enumerate(state.layout.units)
         ]
         for unit in units:
@@ -77,7 +87,7 @@ class Attachment:
             device=self._device,
             stalls=updates.stalls,
         )
-        self.streamed = StreamedModel(self._model, discovered, self.residency)
+        self.streamed = StreamedModel(self._model, discovered, self.residency, begin_rows)
         self.streamed.open()
 
     def hide_pending(
@@ -120,3 +130,11 @@ class Attachment:
         assert staging is not None
         self._staged = StagedUnits(stored, staging, self._device)
         return self._staged
+
+
+def _subgroups_of(unit: Unit, layout: ModelLayout) -> list[range]:
+    """Returns the bytes of each subgroup of a unit with one shard."""
+    return [
+        range(s.offset_bytes, s.offset_bytes + s.padded_parameter_bytes)
+        for s in layout.subgroups[unit.shards[0].name]
+    ]

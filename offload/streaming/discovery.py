@@ -31,6 +31,8 @@ class DiscoveredUnit:
     """By the name of its facts, in the order in which they are laid out."""
     is_element: bool = False
     """Its module is an element of a module list, or what a rule named."""
+    is_wide: bool = False
+    """It is one parameter that no slot holds; calls fetch tiles or rows of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +59,16 @@ class DiscoveredModel:
         }
         return set(range(len(self.units))) - used_otherwise
 
+    @property
+    def wide(self) -> frozenset[int]:
+        """The units that no call holds as a whole."""
+        return frozenset(i for i, unit in enumerate(self.units) if unit.is_wide)
+
+    @property
+    def wide_names(self) -> frozenset[str]:
+        """Their names, with the prefix that they have now."""
+        return frozenset(unit.facts.name for unit in self.units if unit.is_wide)
+
     def prefix_units(self, prefix: str) -> None:
         """Puts `prefix` before the names of all units, under which a store keeps them."""
         for unit in self.units:
@@ -68,10 +80,13 @@ class DiscoveredModel:
     """The most units that are held at once: those of a call and of the calls around it."""
 
 
-def discover_units(model: nn.Module, rules: UnitRules | None = None) -> DiscoveredModel:
+def discover_units(
+    model: nn.Module, rules: UnitRules | None = None, *, wide: frozenset[str] = frozenset()
+) -> DiscoveredModel:
     """Returns the units of `model` in the order of its modules.
 
-    A tied parameter belongs to the first unit that has it.
+    A tied parameter belongs to the first unit that has it. Each parameter named in `wide` is a
+    unit of its own under its own name.
 
     Raises:
         ConfigError: A parameter has a dtype or layout that cannot be streamed, or a rule names
@@ -91,6 +106,9 @@ def discover_units(model: nn.Module, rules: UnitRules | None = None) -> Discover
                 continue
             owned.add(id(parameter))
             fact = _facts_of(parameter, names[id(parameter)])
+            if fact.name in wide:
+                units.append(_wide_unit(fact, parameter))
+                continue
             facts.append(fact)
             parameters[fact.name] = parameter
         unit = DiscoveredUnit(
@@ -113,10 +131,14 @@ def discover_units(model: nn.Module, rules: UnitRules | None = None) -> Discover
 
 
 def _most_held(model: DiscoveredModel, module: nn.Module, held: frozenset[int]) -> int:
-    """Returns the most units held in a call of `module`, those around it holding `held`."""
+    """Returns the most slots used in a call of `module`, those around it holding `held`.
+
+    Of wide units one tile is in a slot at a time.
+    """
     held |= set(model.needs.get(module, model.owners.get(module, ())))
     inner = (_most_held(model, child, held) for child in module.children())
-    return max(len(held), *inner, 0)
+    tiles = held & model.wide
+    return max(len(held - tiles) + bool(tiles), *inner, 0)
 
 
 def whole_matrices(model: DiscoveredModel, patterns: Sequence[str]) -> frozenset[str]:
@@ -143,12 +165,13 @@ def join_tiny_units(
     Elements of module lists, and modules whose calls run those of other units, stay apart. No unit
     grows beyond the largest, and ones without parameters go.
     """
-    largest = max((unit.num_bytes for unit in units), default=0)
+    largest = max((unit.num_bytes for unit in units if not unit.is_wide), default=0)
     limit = -(-largest // TINY_SHARE) if smallest_bytes is None else smallest_bytes
     enclosing = _enclosing_modules(units)
 
     def may_join(unit: DiscoveredUnit) -> bool:
-        return not unit.is_element and not any(m in enclosing for m in unit.modules)
+        is_apart = unit.is_element or unit.is_wide
+        return not is_apart and not any(m in enclosing for m in unit.modules)
 
     joined: list[DiscoveredUnit] = []
     for unit in units:
@@ -176,6 +199,15 @@ def _enclosing_modules(units: Sequence[DiscoveredUnit]) -> set[nn.Module]:
         for module in every
         if any(inside in every for inside in module.modules() if inside is not module)
     }
+
+
+def _wide_unit(fact: ParameterFacts, parameter: nn.Parameter) -> DiscoveredUnit:
+    return DiscoveredUnit(
+        modules=(),
+        facts=UnitFacts(name=fact.name, parameters=(fact,)),
+        parameters={fact.name: parameter},
+        is_wide=True,
+    )
 
 
 def _join(one: DiscoveredUnit, other: DiscoveredUnit) -> DiscoveredUnit:

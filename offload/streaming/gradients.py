@@ -92,6 +92,14 @@ class Gradients:
             parameter.grad = StreamedGradient(accumulator)
         return accumulator
 
+    def begin_rows(self, parameter: nn.Parameter) -> "RowGradient":
+        """Returns where a backward writes the gradient of a wide parameter, by rows."""
+        before = self.accumulator_of(parameter)  # takes in what the user assigned
+        if before is not None:
+            return RowGradient(before, before.writable(), parameter, is_first=False)
+        accumulator = self._accumulators[parameter]
+        return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
+
     def settle(self) -> None:
         """Waits until every gradient has arrived in its accumulator."""
         while self._in_flight:
@@ -157,3 +165,41 @@ class Gradients:
         copy, num_bytes = self._in_flight.popleft()
         self._in_flight_bytes -= num_bytes
         copy.synchronize()
+
+
+class RowGradient:
+    """The gradient of a wide parameter, written by rows while backward computes it.
+
+    `p.grad` shows it once `end` was called: what an error interrupts is not seen.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        memory: torch.Tensor,
+        parameter: nn.Parameter,
+        *,
+        is_first: bool,
+    ) -> None:
+        self._accumulator = accumulator
+        self._memory = memory
+        self._parameter = parameter
+        self._is_first = is_first
+
+    def put(self, rows: slice, values: torch.Tensor) -> None:
+        """Takes the gradient of consecutive rows; together the calls name every row once."""
+        if self._is_first:
+            self._memory[rows].copy_(values)
+        else:
+            self._memory[rows].add_(values.cpu())
+
+    def scatter(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes the gradient of some rows, each named once; that of all others is zero."""
+        if self._is_first:
+            self._memory.zero_()
+        self._memory.index_add_(0, rows.cpu(), values.cpu().to(self._memory.dtype))
+
+    def end(self) -> None:
+        """Shows the gradient as `p.grad`."""
+        if self._is_first:
+            self._parameter.grad = StreamedGradient(self._accumulator)

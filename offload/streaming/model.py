@@ -12,6 +12,7 @@ from offload.streaming.residency import Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.saved import SavedTensorHooks
 from offload.streaming.swap import Call, attach, detach
+from offload.streaming.tiles import BeginRows, WideWeight, forward_of
 from offload.streaming.torch_private import (
     at_end_of_backward,
     is_in_backward,
@@ -30,8 +31,18 @@ class StreamedModel:
         model: nn.Module,
         discovered: DiscoveredModel,
         residency: Residency | ResidentUnits,
+        begin_rows: BeginRows | None = None,
     ) -> None:
+        """Stores its arguments.
+
+        Args:
+            model: To attach to.
+            discovered: Its units.
+            residency: What brings them.
+            begin_rows: Takes gradients of wide parameters; None: the model is not trained.
+        """
         self.model = model
+        self._begin_rows = begin_rows
         self.residency = residency
         self._discovered = discovered
         # Autograd may keep what stays in memory: a step raises the version of what it saved.
@@ -51,7 +62,9 @@ class StreamedModel:
         for module in list(self.model.modules()):
             if module in needs or module in owners or module is self.model:
                 units = needs.get(module, owners.get(module, ()))
-                attach(module, _Attachment(self, units=units, is_unit=module in needs))
+                held = tuple(index for index in units if index not in self._discovered.wide)
+                attachment = _Attachment(self, units=held, is_unit=module in needs)
+                attach(module, attachment, forward=self._forward_in_pieces(module))
             if module in owners:
                 parameters = StreamedParameters(module._parameters, self._on_access, pickled)
                 module.__dict__["_parameters"] = parameters
@@ -104,8 +117,19 @@ class StreamedModel:
             self._on_access(parameter)
             if isinstance(self.residency, Residency):
                 values[prefix + name] = parameter.detach().clone()
+                unit = self.residency.units[self._unit_of[id(parameter)]]
+                if unit.is_wide:
+                    self.residency.evict(unit)
             elif values[prefix + name] is not parameter:
                 values[prefix + name] = parameter.detach()
+
+    def _forward_in_pieces(self, module: nn.Module) -> Call | None:
+        """Returns what computes `module` if its own weight is wide."""
+        wide = self._discovered.wide.intersection(self._discovered.owners.get(module, ()))
+        if not wide or not isinstance(self.residency, Residency):
+            return None
+        unit = self.residency.units[next(iter(wide))]
+        return forward_of(module, WideWeight(unit, self.residency, self._begin_rows))
 
     def before_load(self, module: nn.Module) -> None:
         """Fetches what `module` owns, so that values can be copied in."""

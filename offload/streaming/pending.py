@@ -43,7 +43,14 @@ class PendingUnits:
             plain += transfer.transfers if isinstance(transfer, LateRead) else [transfer]
         return self._tier.waits_for(plain)
 
-    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
+    @property
+    def granule_bytes(self) -> int:
+        """As the tier has it."""
+        return self._tier.granule_bytes
+
+    def start_read(
+        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
         """Starts filling `into`; what is needed now waits for the unit's update first.
 
         Raises:
@@ -51,15 +58,21 @@ class PendingUnits:
         """
         tier = self._tier
         return self._start(
-            unit, is_prefetch, lambda: tier.start_read(unit, into, is_prefetch=is_prefetch)
+            unit,
+            is_prefetch,
+            lambda: tier.start_read(unit, into, is_prefetch=is_prefetch, part=part),
         )
 
-    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
+    def start_read_into(
+        self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
         """As `start_read`, into host memory, from storage."""
         tier = self._tier
         assert isinstance(tier, StoredUnits)
         return self._start(
-            unit, is_prefetch, lambda: tier.start_read_into(unit, into, is_prefetch=is_prefetch)
+            unit,
+            is_prefetch,
+            lambda: tier.start_read_into(unit, into, is_prefetch=is_prefetch, part=part),
         )
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
@@ -67,8 +80,7 @@ class PendingUnits:
         self._tier.write(unit, source)
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
-        """As `write`, from host memory, to storage."""
-        assert isinstance(self._tier, StoredUnits)
+        """As `write`, from host memory."""
         self._tier.write_from(unit, source)
 
     def cancel_late(self) -> None:

@@ -20,12 +20,14 @@ class Planner:
         co_resident_units: The most units that are held at once.
         keeps_records: Whether the order of updates leaves records in memory.
         is_unified: Whether the device computes in host memory.
+        tiled: Names of units that no slot holds as a whole.
     """
 
     options: WrapOptions
     co_resident_units: int
     keeps_records: bool
     is_unified: bool
+    tiled: frozenset[str] = frozenset()
 
     def host(self, layout: ModelLayout) -> HostPlan:
         """Returns the plan of host memory, which may not fit."""
@@ -61,6 +63,7 @@ class Planner:
             is_training=options.is_training,
             is_unified=self.is_unified,
             activations=options.activations.plan,
+            tiled=self.tiled,
         )
 
     def _device_within(self, layout: ModelLayout, budget_bytes: int | None) -> DevicePlan:
@@ -70,4 +73,5 @@ class Planner:
             co_resident_units=self.co_resident_units,
             prefetch_distance=self.options.prefetch_distance,
             holds_all=self.options.budget_bytes is None,
+            tiled=self.tiled,
         )

@@ -17,7 +17,7 @@ import torch
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
-from offload.memory import Region, SlotPool
+from offload.memory import Arena, Region, Slot, SlotPool, memory_of, storage_over
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
 from offload.streaming.prefetch_distance import PrefetchDistance
@@ -42,12 +42,23 @@ class ParameterTier(Protocol):
         """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
         ...
 
-    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts filling the slot `into` with the unit's bytes."""
+    @property
+    def granule_bytes(self) -> int:
+        """The smallest part of a subgroup that can be read."""
+        ...
+
+    def start_read(
+        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """Starts filling the slot `into` with the unit's bytes, or with `part` of them."""
         ...
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit back from its slot and waits."""
+        ...
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
         ...
 
 
@@ -62,6 +73,16 @@ class ResidencyCounters:
     prefetches: int = 0
     evictions: int = 0
     io_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRead:
+    """A part of a wide unit on its way into a slot, which `memory` owns."""
+
+    unit: StreamedUnit
+    part: range
+    memory: torch.Tensor
+    transfers: list[Transfer]
 
 
 class Residency:
@@ -145,6 +166,12 @@ class Residency:
             BudgetError: Every slot is held or reached by a tensor.
             StorageError, CorruptStateError: The bytes could not be read.
         """
+        if is_recorded and unit.is_wide:
+            raise BudgetError(
+                f"cannot use `{unit.name}` ({format_size(unit.layout.num_bytes)}) here: it exceeds "
+                "its slot, so only calls of the linear layer or the embedding that owns it can use "
+                f"it, in pieces; raise `tiers.{self._tier_name}.memory` so that it fits"
+            )
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
@@ -174,8 +201,10 @@ class Residency:
         self.counters.accesses += 1
         self.counters.prefetch_hits += was_complete
         self._tier.wait_readable(unit.layout)
-        if unit.state is CopyState.ABSENT:
-            self._start_fetch(unit, self._take_slot(unit), is_prefetch=False)
+        if unit.is_wide:
+            self._read_whole(unit)
+        elif unit.state is CopyState.ABSENT:
+            self._start_fetch(unit, self._take_slot(unit, unit.layout.num_bytes), is_prefetch=False)
         self._finish_fetch(unit)
         if was_ahead:
             within_s = time.perf_counter() - unit.fetched_since_s
@@ -195,16 +224,86 @@ class Residency:
                 return
             ahead += 1
             unit = self.units[index]
-            if unit.state is not CopyState.ABSENT:
+            if unit.state is not CopyState.ABSENT or unit.is_wide:
                 continue
             if not self._tier.can_prefetch():
                 return
             next_use = self.trace.next_use(index)
-            memory = self._try_slot(unit, needed_at=next_use, keep=self._current)
+            memory = self._try_slot(unit.layout.num_bytes, needed_at=next_use, keep=self._current)
             if memory is None:
                 return
             self._start_fetch(unit, memory, is_prefetch=True)
             self.counters.prefetches += 1
+
+    # Pieces of wide units.
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._pool.slot_bytes
+
+    @property
+    def granule_bytes(self) -> int:
+        """The smallest part of a subgroup that can be read."""
+        return self._tier.granule_bytes
+
+    def note_wide(self, unit: StreamedUnit, *, is_backward: bool) -> None:
+        """Records that a call uses a wide unit; waits for its update."""
+        self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+        self._tier.wait_readable(unit.layout)
+
+    def start_part(self, unit: StreamedUnit, part: range) -> "PartRead":
+        """Starts reading a part of a wide unit, no more than a slot, into one.
+
+        Raises:
+            BudgetError: Every slot is held or reached by a tensor.
+        """
+        memory = self._take_slot(unit, len(part))
+        transfers = self._tier.start_read(unit.layout, memory, is_prefetch=False, part=part)
+        return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
+
+    def try_start_part(self, unit: StreamedUnit, part: range) -> "PartRead | None":
+        """As `start_part`, ahead of use; None where no slot is free."""
+        slot = self._pool.try_lease() if self._tier.can_prefetch() else None
+        if slot is None:
+            return None
+        memory = self._over(slot, len(part))
+        transfers = self._tier.start_read(unit.layout, memory, is_prefetch=True, part=part)
+        return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
+
+    def finish_part(self, read: "PartRead") -> torch.Tensor:
+        """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
+        started = time.perf_counter()
+        waits_for = self._tier.waits_for(read.transfers)
+        try:
+            for transfer in read.transfers:
+                transfer.wait()
+        except BaseException:
+            _wait_quietly(read.transfers)
+            raise
+        duration_s = time.perf_counter() - started
+        self.counters.io_wait_s += duration_s
+        if self._stalls is not None:
+            self._stalls.add(waits_for, "fetching a tile", duration_s)
+        return read.memory
+
+    def drop_part(self, read: "PartRead") -> None:
+        """Waits for a part that nobody asks for any more, whatever it gives."""
+        _wait_quietly(read.transfers)
+
+    def _read_whole(self, unit: StreamedUnit) -> None:
+        """Reads a wide unit into memory of its own, which no budget covers, through a slot."""
+        logger.warning(
+            "`%s` is read as a whole because it is looked at outside a pass: %s beside the budget",
+            unit.name,
+            format_size(unit.layout.num_bytes),
+        )
+        arena = Arena(unit.layout.num_bytes)
+        arena.open()
+        unit.move_to(CopyState.FETCHING)
+        base = storage_over(arena.whole())
+        for part in unit.subgroups:
+            base[part.start : part.stop].copy_(self.finish_part(self.start_part(unit, part)))
+        unit.base = base
 
     def evict(self, unit: StreamedUnit) -> None:
         """Takes `unit` out of its slot; what the user edited is written back first."""
@@ -243,7 +342,10 @@ class Residency:
         edited = unit.edited_bindings()
         if not edited:
             return
-        self._tier.write(unit.layout, unit.base)
+        if unit.is_wide:
+            self._tier.write_from(unit.layout, memory_of(unit.base))
+        else:
+            self._tier.write(unit.layout, unit.base)
         for binding in edited:
             binding.seen_version = binding.parameter._version
         if unit.hashes is not None:
@@ -290,20 +392,19 @@ class Residency:
         unit.hashes = None
         unit.move_to(CopyState.ABSENT)
 
-    def _take_slot(self, unit: StreamedUnit) -> torch.Tensor:
-        memory = self._try_slot(unit, needed_at=-1)
+    def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:
+        memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
             gc.collect()
-            memory = self._try_slot(unit, needed_at=-1)
+            memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
             raise BudgetError(self._no_slot(unit))
         return memory
 
     def _try_slot(
-        self, unit: StreamedUnit, *, needed_at: int, keep: StreamedUnit | None = None
+        self, num_bytes: int, *, needed_at: int, keep: StreamedUnit | None = None
     ) -> torch.Tensor | None:
-        """Returns memory for `unit`, evicting units other than `keep` used after `needed_at`."""
-        num_bytes = unit.layout.num_bytes
+        """Returns `num_bytes`, evicting units other than `keep` used after `needed_at`."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
         slot = self._pool.try_lease()
@@ -313,15 +414,19 @@ class Residency:
                 return None
             self.evict(victim)
             slot = self._pool.try_lease()
-        pool, leased = self._pool, slot
+        return self._over(slot, num_bytes)
+
+    def _over(self, slot: Slot[Any], num_bytes: int) -> torch.Tensor:
+        pool = self._pool
         memory: Region = slot.memory[:num_bytes]
-        return self._device.tensor_over(memory, on_death=lambda: pool.release(leased))
+        return self._device.tensor_over(memory, on_death=lambda: pool.release(slot))
 
     def _farthest_next_use(self, keep: StreamedUnit | None) -> StreamedUnit | None:
         candidates = [
             unit
             for unit in self.units
             if unit.num_holds == 0
+            and not unit.is_wide
             and unit is not keep
             and not unit.kept_names
             and unit.base is not None
@@ -338,8 +443,12 @@ class Residency:
             f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
             f"kept by {f'whoever keeps {kept}, or ' if kept else ''}tensors that still point into "
             "them (views of parameters that were kept); "
-            f"drop those, or raise `tiers.{'host' if self._device.is_unified else 'device'}.memory`"
+            f"drop those, or raise `tiers.{self._tier_name}.memory`"
         )
+
+    @property
+    def _tier_name(self) -> str:
+        return "host" if self._device.is_unified else "device"
 
 
 def _wait_quietly(transfers: Sequence[Transfer]) -> None:

@@ -39,13 +39,15 @@ class OuterAttachment(Attachment, Protocol):
 
 
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+_forwards: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
+_classes: dict[tuple[type[nn.Module], bool, bool], type[nn.Module]] = {}
 
 
 class Streamed:
     """Mixin that comes first in the method resolution order of a swapped module."""
 
     _offload_is_unit = False
+    _offload_original: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
@@ -74,13 +76,37 @@ class Streamed:
         return _new_plain, (original_class(type(self)),), self.__dict__.copy()  # type: ignore[arg-type]
 
 
-def attach(module: nn.Module, attachment: Attachment) -> None:
-    """Swaps the class of `module` and routes its calls through `attachment`."""
-    cls = type(module)
-    key = cls, attachment.is_unit
+class InPieces(Streamed):
+    """As `Streamed`, for a module whose weight no slot holds; no compiler looks into it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes in pieces, and in a deep copy as torch does."""
+        forward = _forwards.get(self)  # type: ignore[call-overload]
+        if forward is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return forward(*args, **kwargs)
+
+
+def attach(module: nn.Module, attachment: Attachment, *, forward: Call | None = None) -> None:
+    """Swaps the class of `module` and routes its calls through `attachment`.
+
+    Args:
+        module: To attach to.
+        attachment: What is around its calls.
+        forward: Computes in the place of the module's own `forward`.
+    """
+    cls, is_unit = type(module), attachment.is_unit or forward is not None
+    key = cls, is_unit, forward is not None
     if key not in _classes:
-        own = {"__module__": cls.__module__, "_offload_is_unit": attachment.is_unit}
-        _classes[key] = type(cls.__name__, (Streamed, cls), own)
+        own = {
+            "__module__": cls.__module__,
+            "_offload_is_unit": is_unit,
+            "_offload_original": cls,
+        }
+        base = Streamed if forward is None else InPieces
+        _classes[key] = type(cls.__name__, (base, cls), own)
+    if forward is not None:
+        _forwards[module] = forward
     _attachments[module] = attachment
     module.__class__ = _classes[key]
 
@@ -107,13 +133,14 @@ def detach_around(module: nn.Module) -> None:
 
 def detach(module: nn.Module) -> None:
     """Gives `module` its own class back."""
+    _forwards.pop(module, None)
     if _attachments.pop(module, None) is not None:
         module.__class__ = original_class(type(module))
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that a swapped class was made from."""
-    return cls.__mro__[2] if issubclass(cls, Streamed) else cls
+    return cls._offload_original if issubclass(cls, Streamed) else cls
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

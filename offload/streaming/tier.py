@@ -11,6 +11,7 @@ import torch
 from offload.devices import Copy, Device
 from offload.errors import OffloadError
 from offload.layout import ModelLayout, Subgroup, Unit
+from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.memory import Slot, SlotPool, memory_of
 from offload.optim.pipeline import parameter_key
 from offload.storage.engine import Priority
@@ -44,17 +45,49 @@ class StoredUnits:
                 return path_label(self._store.roots[path])
         return CHECKSUM
 
-    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts filling `into`, `unit.num_bytes` long, and returns at once."""
-        return self.start_read_into(unit, memory_of(into), is_prefetch=is_prefetch)
+    @property
+    def granule_bytes(self) -> int:
+        """The smallest part of a subgroup that can be read: what one checksum covers."""
+        return self._store.block_bytes
 
-    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts filling host memory, `unit.num_bytes` long, and returns at once."""
+    def start_read(
+        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """Starts filling `into` with the unit, or `part` of its bytes, and returns at once."""
+        return self.start_read_into(unit, memory_of(into), is_prefetch=is_prefetch, part=part)
+
+    def start_read_into(
+        self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """As `start_read`, into host memory."""
         priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
+        if part is not None:
+            return self._read_part(unit, into, part, priority)
         return [
             self._store.read(parameter_key(subgroup), memory, priority=priority)
             for subgroup, memory in self._parts(unit, into)
         ]
+
+    def _read_part(
+        self, unit: Unit, into: memoryview, part: range, priority: Priority
+    ) -> list[Transfer]:
+        """Reads the part of each subgroup of a unit with one shard; `part` has whole granules."""
+        transfers: list[Transfer] = []
+        for subgroup in self._layout.subgroups[unit.shards[0].name]:
+            begin, num_bytes = subgroup.offset_bytes, subgroup.padded_parameter_bytes
+            first, stop = max(part.start, begin), min(part.stop, begin + num_bytes)
+            if first >= stop:
+                continue
+            transfers.append(
+                self._store.read(
+                    parameter_key(subgroup),
+                    into[first - part.start : stop - part.start],
+                    offset=first - begin,
+                    num_bytes=None if stop == begin + num_bytes else stop - first,
+                    priority=priority,
+                )
+            )
+        return transfers
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit and waits."""
@@ -107,15 +140,31 @@ class HostUnits:
         del transfers
         return LINK
 
-    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts copying the unit into its slot and returns at once."""
+    @property
+    def granule_bytes(self) -> int:
+        """The smallest part that is worth a copy."""
+        return TRANSFER_ALIGNMENT
+
+    def start_read(
+        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """Starts copying the unit, or `part` of its bytes, into its slot and returns at once."""
         del is_prefetch
+        if part is not None:
+            source = memory_of(self._flat[unit.shards[0].name])[part.start : part.stop]
+            return [self._device.copy_in(source, into)]
         transfers: list[Transfer] = []
         for shard in unit.shards:
             stop = shard.offset_bytes + shard.num_bytes
             source = memory_of(self._flat[shard.name])[: shard.num_bytes]
             transfers.append(self._device.copy_in(source, into[shard.offset_bytes : stop]))
         return transfers
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Copies the whole unit from other host memory."""
+        for shard in unit.shards:
+            into = memory_of(self._flat[shard.name])[: shard.num_bytes]
+            into[:] = source[shard.offset_bytes : shard.offset_bytes + shard.num_bytes]
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Copies the whole unit from its slot into host memory and waits."""
@@ -139,8 +188,15 @@ class StoredTier(Protocol):
         """Returns what the transfers are in flight on."""
         ...
 
-    def start_read_into(self, unit: Unit, into: memoryview, *, is_prefetch: bool) -> list[Transfer]:
-        """Starts filling host memory."""
+    @property
+    def granule_bytes(self) -> int:
+        """The smallest part that can be read."""
+        ...
+
+    def start_read_into(
+        self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """Starts filling host memory with the unit, or `part` of its bytes."""
         ...
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
@@ -191,12 +247,19 @@ class StagedUnits:
         self._reap()
         return self._staging.num_free > 0
 
-    def start_read(self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool) -> list[Transfer]:
+    @property
+    def granule_bytes(self) -> int:
+        """As storage has it."""
+        return self._stored.granule_bytes
+
+    def start_read(
+        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
         """Starts the first stage; waits for a staging slot if none is free."""
         slot = self._take_slot()
-        memory = slot.memory[: unit.num_bytes]
+        memory = slot.memory[: len(into)]
         try:
-            reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch)
+            reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch, part=part)
         except BaseException:
             self._staging.release(slot)
             raise
@@ -214,6 +277,10 @@ class StagedUnits:
             self._stored.write_from(unit, memory)
         finally:
             self._staging.release(slot)
+
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
+        self._stored.write_from(unit, source)
 
     def _copy_when_read(
         self, reads: list[Transfer], memory: memoryview, into: torch.Tensor

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from offload.errors import ConfigError
 
@@ -33,6 +34,7 @@ _top_hooks = _require("torch._C._autograd._top_saved_tensors_default_hooks")
 _push_hooks = _require("torch._C._autograd._push_saved_tensors_default_hooks")
 _pop_hooks = _require("torch._C._autograd._pop_saved_tensors_default_hooks")
 _fake_tensors = _require("torch._subclasses.FakeTensorMode")
+_will_execute = _require("torch._C._will_engine_execute_node")
 _engine = _require("torch.autograd.Variable._execution_engine")
 
 
@@ -64,6 +66,15 @@ def push_saved_tensor_hooks(pack: PackHook, unpack: UnpackHook) -> None:
 def pop_saved_tensor_hooks() -> None:
     """Removes the top pair of this thread."""
     _pop_hooks()
+
+
+def will_run_in_backward(node: Node) -> bool:
+    """Tells whether the current graph task will run `node`.
+
+    Raises:
+        RuntimeError: It is what `autograd.grad` asks for.
+    """
+    return bool(_will_execute(node))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

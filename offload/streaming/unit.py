@@ -1,7 +1,7 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -114,6 +114,8 @@ class StreamedUnit:
     Attributes:
         base: uint8 tensor over the slot while there is one; its storage owns the slot.
         transfers: What fills the slot while `FETCHING`.
+        is_wide: No slot holds it: only a look from outside brings it whole, into memory of its own.
+        subgroups: Bytes of each subgroup of a wide unit.
         num_holds: Calls that use the unit now; above 0 it is not evicted.
         was_used: Whether the unit was accessed since it was fetched.
         fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
@@ -128,8 +130,11 @@ class StreamedUnit:
         parameters: Mapping[str, nn.Parameter],
         *,
         device: torch.device | None = None,
+        subgroups: Sequence[range] | None = None,
     ) -> None:
         self.layout = layout
+        self.is_wide = subgroups is not None
+        self.subgroups = subgroups or ()
         self.index = index
         self.bindings = [
             Binding(

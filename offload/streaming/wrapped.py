@@ -25,17 +25,17 @@ from offload.storage.spill import Spill
 from offload.storage.store import BlockStore
 from offload.streaming.activations import Activations, open_activations
 from offload.streaming.adoption import Adoption
+from offload.streaming.arrangement import arrange, log_wide
 from offload.streaming.attachment import Attachment
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
 from offload.streaming.counters import ModelCounters
 from offload.streaming.device_memory import DeviceMemory
-from offload.streaming.discovery import DiscoveredModel, discover_units
+from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
 from offload.streaming.gradients import Gradients
 from offload.streaming.host_memory import HostMemory
-from offload.streaming.model_layout import lay_out, require_same, require_wholeness
-from offload.streaming.planner import Planner
+from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.residency import Residency
 from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
@@ -107,22 +107,23 @@ class WrappedModel:
             PlanError: The budget is too small; nothing was moved.
             StoreError: The resumed store holds another model.
         """
-        discovered = discover_units(self.model, self.options.units)
-        discovered.prefix_units(self._prefix)
         stored = None if self._resume is None else self._resume.layout
-        self.layout = lay_out(discovered, self.options, stored=stored)
-        if stored is not None:
-            self.require_layout(stored)
-        self._planner = Planner(
-            options=self.options,
-            co_resident_units=discovered.co_resident_units,
+        arrangement = arrange(
+            self.model,
+            self.options,
+            prefix=self._prefix,
+            stored=stored,
             keeps_records=bool(self._order.kept(1, 1, 1)),
             is_unified=self.device.is_unified,
         )
-        self.plan = self._planner.host(self.layout)
-        self.device_plan = self._planner.device(self.layout)
+        discovered, self._planner = arrangement.discovered, arrangement.planner
+        self.layout = arrangement.layout
+        if stored is not None:
+            self.require_layout(stored)
+        self.plan, self.device_plan = arrangement.host, arrangement.device
         self.plan.require_fit()
         self.device_plan.require_fit()
+        log_wide(arrangement)
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -446,6 +447,7 @@ class WrappedModel:
             staging=staging,
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._edits.note,
+            begin_rows=self._gradients.begin_rows if self._gradients else None,
         )
 
     # Steps of updating and committing.

@@ -137,6 +137,23 @@ def test_an_update_under_backward_ends_sooner_than_one_after_it():
     assert under.write_bytes == after.write_bytes
 
 
+def test_what_memory_keeps_is_updated_at_the_step_and_not_under_backward():
+    simulated = SimulatedMachine(rates=machine(FULL, update=1e8), shares_cores=False)
+
+    streamed, half, kept = (
+        simulate(
+            work("host", forward_s=0.5),
+            simulated,
+            policy("resident", cached=cached, updates_in_backward=True),
+        )
+        for cached in (0, len(LAYOUT.records) // 2, len(LAYOUT.records))
+    )
+
+    kernel_s = LAYOUT.num_parameters / 1e8
+    assert streamed.update_s < half.update_s < kept.update_s
+    assert kept.update_s == pytest.approx(kernel_s, rel=0.01)
+
+
 def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back():
     spilled = work("host", micro_steps=2)
     spilled = replace(
