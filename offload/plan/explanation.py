@@ -117,8 +117,15 @@ def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Ch
 
 
 def _gradients(host: HostPlan) -> Choice:
-    why = f"{format_size(host.gradient_bytes)}, read once by the update and never moved"
-    return Choice(choice="gradients", value="host", why=why)
+    plan = host.gradients
+    if not plan.spilled:
+        why = f"{format_size(plan.resident_bytes)}, read once by the update and never moved"
+        return Choice(choice="gradients", value="host", why=why)
+    why = (
+        f"the budget holds {format_size(plan.resident_bytes)} of them; each pass writes "
+        f"{format_size(plan.spilled_bytes)}, of {len(plan.spilled)} units, and the update reads it"
+    )
+    return Choice(choice="gradients", value="storage", why=why)
 
 
 def _optimizer(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Choice:

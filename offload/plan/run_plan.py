@@ -9,7 +9,8 @@ from offload.layout import ModelLayout
 from offload.plan.alternatives import Alternative, fastest
 from offload.plan.device import DevicePlan
 from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
-from offload.plan.host import HostPlan, gradient_region_bytes
+from offload.plan.gradients import keep_gradients
+from offload.plan.host import HostPlan
 from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
@@ -168,7 +169,7 @@ class RunPlan:
     @property
     def in_memory_bytes(self) -> int:
         """Parameters, gradients and state, were they all in memory."""
-        gradients = gradient_region_bytes(self.layout, self.gradient_dtype)
+        gradients = keep_gradients(self.layout, self.gradient_dtype).resident_bytes
         return self.layout.parameter_bytes + self.layout.state_bytes + gradients
 
     def _predicted(self) -> dict[str, float | int | None]:

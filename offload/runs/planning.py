@@ -15,6 +15,7 @@ from offload.layout import ModelLayout, build_layout
 from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
+from offload.plan.gradients import may_spill
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
@@ -165,6 +166,7 @@ def plan_traffic(
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
         kept_backward_bytes=[kept] * config.train.micro_steps,
+        spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
 
 
@@ -257,6 +259,9 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
             threshold_bytes=config.activations.threshold,
         ),
         tiled=discovered.wide_names,
+        spills_gradients=may_spill(
+            config.policy.parameters, config.policy.optimizer, overlap=config.policy.overlap
+        ),
     )
 
 
@@ -331,7 +336,7 @@ def _plan_storage(
             num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
             is_staged=config.policy.overlap in ("backward", "both"),
-            spill_bytes=spill_bytes,
+            spill_bytes=spill_bytes + host.gradients.space_bytes,
         ),
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,

@@ -13,6 +13,7 @@ from offload.devices.opening import require_device
 from offload.errors import ConfigError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
+from offload.plan.gradients import keep_gradients
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import (
     KernelProfile,
@@ -29,6 +30,7 @@ from offload.plan.work import PassTimes
 from offload.runs.compared_policies import compare_policies
 from offload.runs.data import open_text
 from offload.runs.model import build_meta_model
+from offload.runs.pass_estimate import PassEstimate, estimate_passes
 from offload.runs.pass_probe import pass_shape, probe_passes
 from offload.runs.planning import (
     BLOCK_BYTES,
@@ -94,7 +96,12 @@ def plan_and_predict(
     file = machine_file or default_file()
     if file is not None and file.exists() and measure.found != MachineProfile():
         add_to_profile(file, measure.found)
-    plan = replace(plan, machine=measure.machine, prediction=prediction)
+    plan = replace(
+        plan,
+        machine=measure.machine,
+        prediction=prediction,
+        warnings=(*plan.warnings, *measure.warnings),
+    )
     if prediction.step is None or not config.offload:
         return plan  # without times there is nothing to compare
 
@@ -128,6 +135,8 @@ class _Measurement:
         self.found = MachineProfile()
         self.machine: Machine | None = None
         self._measured_passes: PassProfile | None = None
+        self._estimate: PassEstimate | None = None
+        self.warnings: list[str] = []
 
     def predict(self) -> Prediction:
         """Returns what a step will take, as far as it can be known."""
@@ -142,7 +151,9 @@ class _Measurement:
             update_parameters_per_s=self._update_rate(),
         )
         if passes is None:
-            return Prediction()
+            # What a model of the user's saves for backward is not counted: no peak is given.
+            self._estimate = self._estimated(self.machine.copy_bytes_per_s)
+            return self.prediction_of(self._config, plan)
         prediction = self.prediction_of(self._config, plan)
         activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
         return replace(
@@ -153,17 +164,22 @@ class _Measurement:
 
     def prediction_of(self, config: Config, plan: RunPlan) -> Prediction:
         """Returns the times under another policy of the same run, with what was measured."""
-        passes, machine = self._measured_passes, self.machine
-        if passes is None or machine is None:
+        passes, estimate, machine = self._measured_passes, self._estimate, self.machine
+        if machine is None or (passes is None and estimate is None):
             return Prediction()
+        if passes is not None:
+            units = self._by_unit(passes)
+            other_s = passes.other_s + config.model.layers * passes.other_layer_s
+        elif estimate is not None:
+            units, other_s = list(estimate.units), estimate.other_s
         return predict_step(
             plan.layout,
             plan.host,
             plan.traffic,
             choices_of(config),
             machine=machine,
-            passes=self._by_unit(passes),
-            other_s=passes.other_s + config.model.layers * passes.other_layer_s,
+            passes=units,
+            other_s=other_s,
             tokens=tokens_per_step(config),
         )
 
@@ -210,6 +226,33 @@ class _Measurement:
         if measured is not None:
             self.found = self.found.merged(MachineProfile(passes=(measured,)))
         return measured
+
+    def _estimated(self, copy_bytes_per_s: float) -> PassEstimate | None:
+        """Returns the passes of a model of the user's, or says why they are not known."""
+        config, plan = self._config, self._plan
+        if config.model.factory is None or config.tiers.device.kind != "cpu":
+            return None
+        self._on_measure("products of the model's largest layer")
+        try:
+            found = estimate_passes(
+                config,
+                [unit.name for unit in plan.layout.units],
+                gradient_bytes=keep_gradients(
+                    plan.layout, config.train.gradient_dtype
+                ).resident_bytes,
+                copy_bytes_per_s=copy_bytes_per_s,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises without values
+            self.warnings.append(
+                f"times are not predicted: `{config.model.factory}` cannot run without values "
+                f"({type(error).__name__}: {error})"
+            )
+            return None
+        self.warnings.append(
+            "times of passes are estimated from the operations of the model, not measured; "
+            "what is saved for backward, and so the RSS peak, is not known"
+        )
+        return found
 
     def _by_unit(self, passes: PassProfile) -> list[PassTimes]:
         """Layers take their time each; what is left is the last unit's, where the loss is."""

@@ -1,9 +1,12 @@
 """A plan with predictions: what is measured, what is known already, what is explained."""
 
 import pytest
+import torch
 
 from offload.config import build_config
 from offload.plan.machine_profile import MARK, parse_profile
+from offload.runs.gpt import GPT, GPTShape
+from offload.runs.operation_count import count_passes
 from offload.runs.prediction import plan_and_predict
 
 KEYS = {
@@ -78,7 +81,7 @@ def test_what_the_profile_has_is_not_measured_again(text, tmp_path):
     assert kept.passes[0].forward_layer_s >= 0
 
 
-def test_a_model_of_the_users_has_no_times_but_bytes(text, monkeypatch, tmp_path):
+def test_a_model_that_needs_values_has_no_times_but_bytes(text, monkeypatch, tmp_path):
     (tmp_path / "own.py").write_text(
         "import torch\n\n"
         "class Net(torch.nn.Module):\n"
@@ -95,10 +98,52 @@ def test_a_model_of_the_users_has_no_times_but_bytes(text, monkeypatch, tmp_path
         "tiers": {"host": {"memory": "64MiB"}},
     }
 
-    predicted = plan_and_predict(build_config(values)).to_json()["predicted"]
+    plan = plan_and_predict(build_config(values)).to_json()
 
-    assert predicted["step_s"] is None
-    assert predicted["read_bytes_per_step"] > 0
+    assert plan["predicted"]["step_s"] is None
+    assert plan["predicted"]["read_bytes_per_step"] > 0
+    assert any("`own:build` cannot run without values" in each for each in plan["warnings"])
+
+
+def test_a_model_of_the_users_is_estimated_by_its_operations(text, monkeypatch, tmp_path):
+    values = {
+        "model": {"factory": "offload.runs.gpt:GPT"},
+        "data": {"source": "files", "files": [str(text)]},
+        "tiers": {"host": {"memory": "64MiB"}},
+    }
+    shape = GPTShape(layers=2, width=64, heads=2, context=32, vocabulary=256, dtype=torch.bfloat16)
+    monkeypatch.setattr("offload.runs.model._find_factory", lambda _: lambda: GPT(shape))
+
+    plan = plan_and_predict(build_config(values)).to_json()
+
+    predicted = plan["predicted"]
+    assert 0 < predicted["forward_s"] < predicted["step_s"]
+    assert predicted["bound_s"] <= predicted["step_s"]
+    assert predicted["rss_peak_bytes"] is None
+    assert any("estimated from the operations" in each for each in plan["warnings"])
+
+
+def test_operations_of_both_passes_are_those_of_the_products():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        inputs = torch.zeros(3, 8, requires_grad=True)
+
+    forward, backward = count_passes(_WithLoss(model), inputs, torch.zeros(3, 4, device="meta"))
+
+    products = 2 * 3 * (8 * 16 + 16 * 4)
+    assert forward.flops == products
+    assert backward.flops == 2 * products
+    assert forward.flops_of["model.0"] == 2 * 3 * 8 * 16
+    assert forward.moved_bytes >= 4 * 3 * 4 * 3  # two operands and the result of the difference
+
+
+class _WithLoss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs, targets):
+        return (self.model(inputs) - targets).sum()
 
 
 def test_a_run_that_does_not_fit_measures_nothing_and_says_what_to_give_up(text):
