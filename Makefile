@@ -35,8 +35,9 @@ demo: $(ENV)/.installed
 	trap 'rm -rf "$$run_dir/store"' EXIT; \
 	$(BIN)/offload train examples/quickstart.toml --run-dir "$$run_dir"
 
+# Tests wait for drives and threads, so two at a time take little more than half the time.
 test: $(ENV)/.installed-test
-	@scripts/test
+	@scripts/test --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 check: $(ENV)/.installed-test
 	@scripts/check

@@ -1,12 +1,15 @@
-"""The update phase against its bound: two paths of emulated rates, or the drive as it is.
+"""The update phase against its bound: emulated paths, throttled ones, or the drive as it is.
 
     python benchmarks/update_bound.py [--parameters 1.5e8] [--steps 4] [--scale 1] DIRECTORY
+    python benchmarks/update_bound.py --throttled DIRECTORY
     python benchmarks/update_bound.py --raw DIRECTORY
 
-Without `--raw` the I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half and
-full duplex, and a cache holds 0, 0.2 and 0.5 of the records. With it fio measures the drive before
-and after each measurement. The rates of memory are measured in the same run in either case.
-Prints one JSON object.
+The I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half and full duplex, and
+a cache holds 0, 0.2 and 0.5 of the records; their bound is of the rates that the emulation keeps,
+as it paces the engine's own calls and no other program's. With `--throttled` the kernel gives two
+loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
+is. Then fio, for the drive with its best setting of a sweep, and a copy past the caches measure
+between any two steps. Prints one JSON object.
 """
 
 import argparse
@@ -14,12 +17,13 @@ import contextlib
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from fio_rates import FioSetting, best_setting, fio_rates, laid_out
 from termination import exits_on_sigterm
+from throttled_paths import throttled
 
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.bench.update import bench_update
@@ -33,6 +37,8 @@ from offload.storage.faults import FaultPlan
 MB = 10**6
 MIB = 1 << 20
 RATES = (400, 200)
+RAW_FIO_BYTES = 512 * MIB
+THROTTLED_FIO_BYTES = 128 * MIB
 
 
 def main():
@@ -42,14 +48,34 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="Of the emulated rates.")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.2, 0.5])
-    parser.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--throttled", action="store_true", help="Loop devices, against fio.")
+    kind.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
+    parser.add_argument("--order", choices=("alternating", "resident"), default="alternating")
+    parser.add_argument("--striping", default="adaptive")
     parser.add_argument("--overlap", choices=("none", "forward"), default="none")
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
-    with exits_on_sigterm(), work_directories(arguments.directory) as paths:
-        measured = raw(paths[:1], arguments) if arguments.raw else throttled(paths, arguments)
+    if arguments.overlap != "none":
+        arguments.order = "resident"
+    with exits_on_sigterm():
+        measured = measure_kind(arguments)
     json.dump({"parameters": int(arguments.parameters), **measured}, sys.stdout, indent=2)
     print()
+
+
+def measure_kind(arguments):
+    if arguments.throttled:
+        rates = [rate * arguments.scale for rate in RATES]
+        size_bytes = int(arguments.parameters * 22) + 1000 * MIB
+        with throttled(arguments.directory.absolute(), rates, size_bytes=size_bytes) as paths:
+            mounts = [path.mount for path in paths]
+            return against_fio(mounts, arguments, setting=FioSetting(), size=THROTTLED_FIO_BYTES)
+    with work_directories(arguments.directory) as paths:
+        if not arguments.raw:
+            return emulated(paths, arguments)
+        setting = best_setting(paths[0], size=RAW_FIO_BYTES)
+        return against_fio(paths[:1], arguments, setting=setting, size=RAW_FIO_BYTES)
 
 
 @contextlib.contextmanager
@@ -62,7 +88,7 @@ def work_directories(directory):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def throttled(paths, arguments):
+def emulated(paths, arguments):
     found = {}
     for duplex in ("half", "full"):
         rates = [round(rate * MB * arguments.scale) for rate in RATES]
@@ -88,21 +114,50 @@ def throttled(paths, arguments):
     return found
 
 
-def raw(paths, arguments):
-    found = {}
-    for share in arguments.shares:
-        before = memory_of([fio_rates(paths[0])])
-        report = measure(paths, arguments, share, machine=before)
-        machine = before.best_of(memory_of([fio_rates(paths[0])]))
-        both = machine.transfer_s(
-            read_bytes=report.read_bytes_per_step, write_bytes=report.write_bytes_per_step
-        )
-        found[f"f = {share}"] = figures(report) | {
-            "update_bound_s": both,
-            "update_achieved_over_bound": both / report.update_s,
-            "fio": rates_of(machine.paths[0]),
-        }
+def against_fio(paths, arguments, *, setting, size):
+    """Each step against what fio and the memory gave right before it and right after it."""
+    found = {"fio_setting": str(setting)}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(laid_out(path, size=size)) for path in paths]
+
+        def machine_now():
+            return memory_of(fio_rates(file, setting=setting, size=size) for file in files)
+
+        for share in arguments.shares:
+            machines = [machine_now()]
+            report = measure(
+                paths,
+                arguments,
+                share,
+                machine=machines[0],
+                on_step=lambda *_, machines=machines: machines.append(machine_now()),
+            )
+            found[f"f = {share}"] = figures(report) | by_step(report, machines)
     return found
+
+
+def by_step(report, machines):
+    """Returns medians over the steps; warm-up steps have machines too."""
+    steps = report.steps
+    machines = machines[-len(steps) - 1 :]
+    bounds_s = [
+        (step_bound_s(report, before, step) + step_bound_s(report, after, step)) / 2
+        for step, before, after in zip(steps, machines, machines[1:], strict=False)
+    ]
+    ratios = [bound_s / step.update_s for step, bound_s in zip(steps, bounds_s, strict=True)]
+    return {
+        "update_bound_s": statistics.median(bounds_s),
+        "update_achieved_over_bound": statistics.median(ratios),
+        "by_step": [round(each, 3) for each in ratios],
+        "fio": [[rates_of(path) for path in machine.paths] for machine in machines],
+    }
+
+
+def step_bound_s(report, machine, step):
+    moved = {"read_bytes": step.read_bytes, "write_bytes": step.write_bytes}
+    num_parameters = round(report.parameters_per_s * report.update_s)
+    memory_s = machine.memory_s(num_parameters=num_parameters, **moved)
+    return max(machine.transfer_s(**moved), memory_s)
 
 
 def rates_of(rates):
@@ -113,21 +168,23 @@ def rates_of(rates):
     }
 
 
-def measure(paths, arguments, share, *, machine, faults=()):
+def measure(paths, arguments, share, *, machine, faults=(), on_step=None):
     parameters = int(arguments.parameters)
-    order = "resident" if share or arguments.overlap != "none" else "sequential"
+    order = arguments.order if share or arguments.overlap != "none" else "sequential"
     return bench_update(
         UpdateOptions(
             parameters=parameters,
             paths=paths,
             host_memory_bytes=memory_for(parameters, share),
             order=order,
+            striping=arguments.striping,
             overlap=arguments.overlap,
             compute_s=arguments.compute_s,
             steps=arguments.steps,
             machine=machine,
             faults=faults,
-        )
+        ),
+        on_step=on_step,
     )
 
 
@@ -160,31 +217,6 @@ def memory_of(paths):
         copy_bytes_per_s=copy_rate_bytes_per_s(),
         update_parameters_per_s=rate,
     )
-
-
-def fio_rates(path):
-    rounds = [(fio(path, "read"), fio(path, "write"), fio(path, "rw")) for _ in range(2)]
-    read, write, mixed = (max(rates) for rates in zip(*rounds, strict=True))
-    return PathRates(
-        path=str(path),
-        read_bytes_per_s=read,
-        write_bytes_per_s=write,
-        mixed_bytes_per_s=mixed / 2,
-    )
-
-
-def fio(path, rw):
-    """Returns the bytes/s of fio, both directions together."""
-    file = path / "fio"
-    command = [
-        "fio", "--name=x", f"--filename={file}", "--size=512m", f"--rw={rw}", "--bs=1m",
-        "--ioengine=libaio", "--iodepth=16", "--direct=1", "--thread", "--output-format=json",
-        "--time_based", "--runtime=1500ms",
-    ]  # fmt: skip
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    job = json.loads(text[text.index("{") :])["jobs"][0]
-    file.unlink()
-    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
 def figures(report):

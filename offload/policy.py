@@ -101,6 +101,8 @@ class PathState:
     block_bytes: int
     queued_bytes: int
     """Submitted and not done, both ways."""
+    queued_write_bytes: int
+    """Of these what is to be written: the queue that a new block joins."""
     round_trip_bytes_per_s: float | None
     """Bytes that go in and out again each second, as measured lately; None: not yet known."""
     nominal_bytes_per_s: float | None

@@ -15,10 +15,12 @@ from offload.policy import PathState
 class Adaptive:
     """Shares by what each path has delivered lately, so that all end at the same time.
 
-    A path that has not been measured yet counts as the mean of the others. Queues correct what
-    rates get wrong: a path whose queue takes longer to drain than the others' gets a little less.
-    One that would take much longer than the shortest is behind, whatever its rate was: its share
-    is halved until it has caught up.
+    A path that has not been measured yet counts as the mean of the others. Queues of writes correct
+    what rates get wrong: a path whose queue takes longer to drain than the others' gets a little
+    less, so that none runs empty while another's is long. Reads say nothing of that: what of them
+    is queued where follows from the shares of the step before. A path whose queues of both would
+    take much longer than the shortest is behind, whatever its rate was: its share is halved until
+    it has caught up.
     """
 
     name = "adaptive"
@@ -29,13 +31,11 @@ class Adaptive:
     def split(self, num_blocks: int, paths: Sequence[PathState]) -> Sequence[int]:
         """Returns the blocks by path, in proportion to recent rates."""
         rates = _filled([_latest(path) for path in paths])
-        drain_s = [
-            path.queued_bytes / rate + _LEAST_DRAIN_S if rate else 0.0
-            for path, rate in zip(paths, rates, strict=True)
-        ]
+        drain_s = _drain_s([path.queued_bytes for path in paths], rates)
+        written_s = _drain_s([path.queued_write_bytes for path in paths], rates)
         shares = [
-            rate * _correction(seconds, drain_s)
-            for rate, seconds in zip(rates, drain_s, strict=True)
+            rate * (0.5 if _is_behind(both, drain_s) else _correction(writes, written_s))
+            for rate, both, writes in zip(rates, drain_s, written_s, strict=True)
         ]
         return self._credits.spend(num_blocks, _usable(shares, paths))
 
@@ -140,10 +140,20 @@ _MOST_CORRECTION = 1.15
 """A share is corrected gently: what is taken from a path now it lacks in the next step's reads."""
 
 
+def _drain_s(queued_bytes: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Returns how long the queue of each path takes; 0 for one that stands still."""
+    return [
+        queued / rate + _LEAST_DRAIN_S if rate else 0.0
+        for queued, rate in zip(queued_bytes, rates, strict=True)
+    ]
+
+
+def _is_behind(seconds: float, drain_s: Sequence[float]) -> bool:
+    return seconds > _BEHIND_FACTOR * min(drain_s) + _BEHIND_S
+
+
 def _correction(seconds: float, drain_s: Sequence[float]) -> float:
     """Returns the factor for a path whose queue drains in `seconds`."""
-    if seconds > _BEHIND_FACTOR * min(drain_s) + _BEHIND_S:
-        return 0.5
     if not seconds:
         return 1.0
     mean_s = sum(drain_s) / len(drain_s)

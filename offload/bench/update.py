@@ -184,8 +184,7 @@ class _Bench:
             optimizer="storage",
             micro_steps=1,
             cached_state_bytes=sum(records[index].num_bytes for index in kept),
-            gradient_write_bytes=[spilled],
-            update_gradient_read_bytes=spilled,
+            spilled_gradient_bytes=spilled,
         )
 
     def _probe(self) -> Machine:

@@ -1,12 +1,14 @@
 """Results as tables for a reader."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from offload.cli.figures import NONE, format_figure
 from offload.cli.output import Result
+from offload.sizes import format_size
 
 _NUM_STALLS = 4
 _LEAST_STALL_S = 0.01
@@ -93,6 +95,10 @@ def render_plan(console: Console, result: Result) -> None:
         for key, found in (values.get("commits") or {}).items()
         if found is not None
     ]
+    rows += [
+        (f"in pieces: {each['parameter']}", _describe_pieces(each))
+        for each in values.get("in_pieces", [])
+    ]
     rows += [("warning", warning) for warning in values.get("warnings", [])]
     rows += [
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
@@ -122,6 +128,14 @@ def render_plan(console: Console, result: Result) -> None:
         if found is not None
     ]
     _print_facts(console, "run", rows)
+
+
+def _describe_pieces(piece: dict[str, Any]) -> str:
+    size, tile = format_size(piece["num_bytes"]), format_size(piece["tile_bytes"])
+    return (
+        f"{size}, more than a slot: {piece['num_tiles']} tiles of at most {tile}, or rows; results "
+        "are near those in memory, not equal"
+    )
 
 
 def render_verify(console: Console, result: Result) -> None:

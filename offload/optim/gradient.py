@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.optim.gradient_home import GradientHome
 from offload.optim.norm import GradientNorm
 
 SumsOfSquares = Callable[[Sequence[torch.Tensor], Sequence[float]], list[float]]
@@ -34,6 +35,8 @@ MAX_PENDING = 2
 
 aten = torch.ops.aten
 
+_HOST = torch.device("cpu")
+
 
 class Accumulator:
     """One parameter's gradient in host memory, with the factors that are still pending.
@@ -46,25 +49,25 @@ class Accumulator:
     def __init__(
         self,
         name: str,
-        memory: torch.Tensor,
+        home: GradientHome,
         sums_of_squares: SumsOfSquares,
         before_write: Callable[[str], None] = lambda _: None,
         *,
-        device: torch.device | None = None,
+        device: torch.device = _HOST,
     ) -> None:
         """Stores its arguments.
 
         Args:
             name: The parameter's.
-            memory: Of the gradient's values.
+            home: Of the gradient's values.
             sums_of_squares: For norms.
             before_write: Called before the memory changes: an update may still have to read it.
-            device: That `p.grad` shows; None: the memory's.
+            device: That `p.grad` shows.
         """
         self.name = name
-        self.device = memory.device if device is None else device
+        self.device = device
         self.scales: list[float] = []
-        self._memory = memory
+        self._home = home
         self._arrival: Arrival | None = None
         self._sums_of_squares = sums_of_squares
         self._before_write = before_write
@@ -73,11 +76,15 @@ class Accumulator:
     def memory(self) -> torch.Tensor:
         """The gradient's values, of the parameter's shape, over arena memory; waits for them."""
         self.settle()
-        return self._memory
+        return self._home.write()
 
     @property
     def shape(self) -> torch.Size:
-        return self._memory.shape
+        return self._home.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._home.dtype
 
     def start(self, gradient: torch.Tensor, *, start_copy: StartCopy | None = None) -> None:
         """Takes the first gradient of a step: copied, nothing pending.
@@ -88,17 +95,18 @@ class Accumulator:
         """
         self.begin()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        if start_copy is None or dense.dtype != self._memory.dtype:
-            self._memory.copy_(dense)
+        memory = self._home.write(replaces=True)
+        if start_copy is None or dense.dtype != memory.dtype:
+            memory.copy_(dense)
         else:
-            self._arrival = start_copy(dense, self._memory)
+            self._arrival = start_copy(dense, memory)
 
     def begin(self) -> torch.Tensor:
         """Returns the memory for the first gradient of a step, which the caller writes whole."""
         self._before_write(self.name)
         self.settle()
         self.scales.clear()
-        return self._memory
+        return self._home.write(replaces=True)
 
     def settle(self) -> None:
         """Waits for a copy that was started."""
@@ -118,7 +126,8 @@ class Accumulator:
         """Multiplies the memory by what is pending, rounded once to nearest even."""
         if self.scales:
             self._before_write(self.name)
-            self.memory.copy_(self._scaled())
+            scaled = self._scaled()
+            self.memory.copy_(scaled)
             self.scales.clear()
 
     def writable(self) -> torch.Tensor:
@@ -129,13 +138,25 @@ class Accumulator:
 
     def read(self) -> torch.Tensor:
         """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
-        return self._scaled().to(self.memory.dtype) if self.scales else self.memory
+        return self._scaled().to(self.dtype) if self.scales else self._values()
 
     def sum_of_squares(self) -> float:
-        return self._sums_of_squares([self.memory.view(-1)], self.scales)[0]
+        known = None if self.scales else self._home.known_sum()
+        if known is not None:
+            return known
+        return self._sums_of_squares([self._values().view(-1)], self.scales)[0]
+
+    def is_finite(self) -> bool:
+        """Whether every value is, before the factors that are pending."""
+        return bool(torch.isfinite(self._values()).all())
+
+    def _values(self) -> torch.Tensor:
+        """Returns the memory for reading alone."""
+        self.settle()
+        return self._home.read()
 
     def _scaled(self) -> torch.Tensor:
-        value = self.memory.to(torch.float32)
+        value = self._values().to(torch.float32)
         for factor in self.scales:
             value = value * factor
         return value
@@ -148,13 +169,8 @@ class StreamedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["StreamedGradient"], accumulator: Accumulator) -> "StreamedGradient":
-        memory = accumulator._memory
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            memory.shape,
-            strides=memory.stride(),
-            dtype=memory.dtype,
-            device=accumulator.device,
+            cls, accumulator.shape, dtype=accumulator.dtype, device=accumulator.device
         )
 
     def __init__(self, accumulator: Accumulator) -> None:
@@ -219,7 +235,7 @@ def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, StreamedGradient) and value.device != value.accumulator.memory.device
+    return isinstance(value, StreamedGradient) and value.device != _HOST
 
 
 def _run_on_device(
@@ -308,7 +324,7 @@ def _unscale_each(gradients: Sequence[Any], found_inf: Any, inverse_scale: Any) 
         return NotImplemented
     for gradient in gradients:
         gradient.accumulator.apply_scales()
-        if not bool(torch.isfinite(gradient.accumulator.memory).all()):
+        if not gradient.accumulator.is_finite():
             found_inf.fill_(1.0)
     return _multiply_each(gradients, inverse_scale.reshape(()))
 

@@ -1,6 +1,7 @@
 """Where a model's parameters and optimizer state live, and what an update of one needs."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,29 @@ class ParameterUpdate:
     whole: WholeUpdate | None = None
 
 
+class Transfer(Protocol):
+    """Something that is being read or written."""
+
+    def wait(self) -> None: ...
+    def done(self) -> bool: ...
+    def notify(self, event_fd: int | None) -> object: ...
+    def waits_for(self) -> int | None:
+        """Returns the number of the path that it waits for, None if it has ended."""
+        ...
+
+
+class StoredGradients(Protocol):
+    """Gradients that do not stay in memory until the update."""
+
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether gradients of a subgroup are on storage."""
+        ...
+
+    def start_reading(self, subgroup: Subgroup, into: memoryview) -> Transfer:
+        """Starts reading the gradients of a subgroup, which are on storage."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelState:
     """Where the parameters and the optimizer state of a model live.
@@ -33,7 +57,9 @@ class ModelState:
         store: Holds what is not resident; None where everything is.
         parameters: Resident flat shards by name, or None where parameters live on storage.
         records: Resident records by name, uint8, or None where the state lives on storage.
-        gradients: Flat accumulators of the trainable shards by name.
+        gradients: Flat accumulators of the trainable shards that are not spilled, by name.
+        has_fp32_gradients: Whether gradients accumulate in fp32, whatever the parameter's dtype.
+        spilled: The gradients of the other trainable shards; None where there are none.
         edited: Parameters that the user changed since their state was last written: their
             master is the parameter itself again.
         dirty: Resident and cached records that differ from the store's.
@@ -44,6 +70,8 @@ class ModelState:
     parameters: dict[str, torch.Tensor] | None
     records: dict[str, torch.Tensor] | None
     gradients: dict[str, torch.Tensor]
+    spilled: StoredGradients | None = None
+    has_fp32_gradients: bool = False
     edited: set[str] = field(default_factory=set)
     dirty: set[str] = field(default_factory=set)
 

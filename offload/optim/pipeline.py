@@ -13,7 +13,13 @@ from offload.errors import OffloadError
 from offload.layout import Record, Subgroup
 from offload.memory import storage_over
 from offload.optim.kernels import Kernels
-from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
+from offload.optim.model_state import (
+    ModelState,
+    ParameterUpdate,
+    Transfer,
+    parameter_key,
+    state_key,
+)
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
@@ -102,20 +108,13 @@ class UpdateJob:
     is_staged: bool = False
 
 
-class Ticket(Protocol):
-    def wait(self) -> None: ...
-    def done(self) -> bool: ...
-    def notify(self, event_fd: int | None) -> None: ...
-    def waits_for(self) -> int | None: ...
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _InFlight:
     """A record in the window and the transfers that it waits for."""
 
     record: Record
     buffer: RecordBuffer | None
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[Transfer] = field(default_factory=list)
     is_new: bool = False
     """Its state was never written: it is zero, and a whole master starts as the parameter."""
     was_updated: bool = False
@@ -350,6 +349,7 @@ class _Run:
         for current in self._reading:
             self._job.source.take(current.record)
             self._read_parameters(current)
+            self._read_gradients(current)
             self._pipeline.watch(current)
 
     def _read_ahead(self) -> None:
@@ -369,7 +369,19 @@ class _Run:
             self._reading.append(current)
             self._read_state(current, is_hit=is_hit)
             self._read_parameters(current)
+            self._read_gradients(current)
             self._pipeline.watch(current)
+
+    def _read_gradients(self, current: _InFlight) -> None:
+        spilled, buffer = self._state.spilled, current.buffer
+        if spilled is None or buffer is None:
+            return
+        for subgroup in current.record.subgroups:
+            memory = buffer.gradients.get(subgroup.name)
+            names = {p.facts.name for p in self._state.layout.parameters_in(subgroup)}
+            if memory is not None and spilled.has(subgroup) and names & self._job.updates.keys():
+                current.tickets.append(spilled.start_reading(subgroup, memory))
+                self._pipeline.read_bytes += len(memory)
 
     def _read_state(self, current: _InFlight, *, is_hit: bool) -> None:
         store, record, buffer = self._state.store, current.record, current.buffer

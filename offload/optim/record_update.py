@@ -87,11 +87,21 @@ class RecordUpdate:
         return Operands(
             rule=WHOLE_RULE if subgroup.is_whole else state.layout.rule,
             parameter=parameter,
-            gradient=state.gradients[subgroup.shard][subgroup.start : subgroup.stop],
+            gradient=self._gradient(buffer, subgroup),
             master_low=sections.pop("master_low", None),
             master=sections.pop("master", None),
             state=sections,
         )
+
+    def _gradient(self, buffer: RecordBuffer | None, subgroup: Subgroup) -> torch.Tensor:
+        flat = self._state.gradients.get(subgroup.shard)
+        if flat is not None:
+            return flat[subgroup.start : subgroup.stop]
+        assert buffer is not None
+        memory = storage_over(buffer.gradients[subgroup.name])
+        dtype = torch.float32 if self._state.has_fp32_gradients else None
+        shard = self._state.layout.shards[subgroup.shard]
+        return memory.view(dtype or getattr(torch, shard.dtype))[: subgroup.num_elements]
 
     def _honour_edits(
         self, subgroup: Subgroup, operands: Operands, *, edited: Container[str], is_new: bool

@@ -1,6 +1,7 @@
 """The window: buffers that hold what of a record lives on storage while it is updated."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,12 +18,16 @@ class RecordBuffer:
         state: The state in it; None where that is resident or the rule keeps none.
         parameter_slot: Holds what `parameters` show; None where parameters are resident.
         parameters: Bytes of each subgroup's parameters, padded; empty where they are resident.
+        gradient_slot: Holds what `gradients` show; None where all gradients are in memory.
+        gradients: Bytes of the gradients of each subgroup whose gradients are spilled, padded.
     """
 
     state_slot: Slot[memoryview] | None
     parameter_slot: Slot[memoryview] | None
     state: memoryview | None
     parameters: dict[str, memoryview]
+    gradient_slot: Slot[memoryview] | None = None
+    gradients: dict[str, memoryview] = field(default_factory=dict)
 
 
 class Window:
@@ -39,6 +44,8 @@ class Window:
         states: SlotPool[memoryview] | None,
         parameters: SlotPool[memoryview] | None,
         num_cached: int,
+        gradients: SlotPool[memoryview] | None = None,
+        gradient_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """Stores its arguments.
 
@@ -47,23 +54,31 @@ class Window:
             states: Slots for records; None where the state is resident.
             parameters: Slots for a record's parameters; None where they are resident.
             num_cached: The most records that `keep` may hold.
+            gradients: Slots for a record's spilled gradients; None where there are none.
+            gradient_bytes: Of each subgroup whose gradients are spilled, padded, by name.
         """
         self._layout = layout
         self._states = states
         self._parameters = parameters
+        self._gradients = gradients
+        self._gradient_bytes = gradient_bytes or {}
         self.num_cached = num_cached
         self.cached: dict[str, Slot[memoryview]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is resident, so that records need no buffer."""
-        return self._states is None and self._parameters is None
+        return not self._pools
 
     @property
     def num_free(self) -> int:
         """Records that could be leased now, those that are cached left aside."""
-        pools = [pool for pool in (self._states, self._parameters) if pool is not None]
-        return min((pool.num_free for pool in pools), default=0)
+        return min((pool.num_free for pool in self._pools), default=0)
+
+    @property
+    def _pools(self) -> list[SlotPool[memoryview]]:
+        pools = (self._states, self._parameters, self._gradients)
+        return [pool for pool in pools if pool is not None]
 
     def cached_state(self, record: Record) -> memoryview | None:
         """Returns the state of a cached record, padded, or None."""
@@ -75,16 +90,15 @@ class Window:
 
         None while all buffers are in use.
         """
-        parameter_slot = self._parameters.try_lease() if self._parameters else None
-        if self._parameters and parameter_slot is None:
+        is_cached = record.name in self.cached
+        needed = [pool for pool in self._pools if pool is not self._states or not is_cached]
+        if any(not pool.num_free for pool in needed):
             return None
+        parameter_slot = self._parameters.try_lease() if self._parameters else None
+        gradient_slot = self._gradients.try_lease() if self._gradients else None
         state_slot = self.cached.pop(record.name, None)
         if state_slot is None and self._states:
             state_slot = self._states.try_lease()
-            if state_slot is None:
-                if self._parameters and parameter_slot is not None:
-                    self._parameters.release(parameter_slot)
-                return None
         return RecordBuffer(
             state_slot=state_slot,
             parameter_slot=parameter_slot,
@@ -92,18 +106,15 @@ class Window:
             if state_slot and record.num_bytes
             else None,
             parameters=_cut(record, parameter_slot) if parameter_slot else {},
+            gradient_slot=gradient_slot,
+            gradients=self._cut_gradients(record, gradient_slot) if gradient_slot else {},
         )
 
     def keep(self, record: Record, buffer: RecordBuffer) -> RecordBuffer:
         """Moves the state of `buffer` to the cache; returns the buffer without it."""
         assert buffer.state_slot is not None
         self.cached[record.name] = buffer.state_slot
-        return RecordBuffer(
-            state_slot=None,
-            parameter_slot=buffer.parameter_slot,
-            state=None,
-            parameters=buffer.parameters,
-        )
+        return replace(buffer, state_slot=None, state=None)
 
     def drop_cached(self) -> None:
         """Gives the slots of all cached states back; what was not written is lost."""
@@ -118,6 +129,18 @@ class Window:
             self._states.release(buffer.state_slot)
         if self._parameters and buffer.parameter_slot is not None:
             self._parameters.release(buffer.parameter_slot)
+        if self._gradients and buffer.gradient_slot is not None:
+            self._gradients.release(buffer.gradient_slot)
+
+    def _cut_gradients(self, record: Record, slot: Slot[memoryview]) -> dict[str, memoryview]:
+        gradients: dict[str, memoryview] = {}
+        offset = 0
+        for subgroup in record.subgroups:
+            stop = offset + self._gradient_bytes.get(subgroup.name, 0)
+            if stop > offset:
+                gradients[subgroup.name] = slot.memory[offset:stop]
+            offset = stop
+        return gradients
 
 
 def parameter_view(memory: memoryview, subgroup: Subgroup, dtype: torch.dtype) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
 from offload.plan.prediction import Choices
+from offload.plan.tiles import slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
 from offload.sizes import format_size
 
@@ -75,6 +76,7 @@ def explain(
 def not_covered(
     layout: ModelLayout,
     *,
+    tiled: frozenset[str] = frozenset(),
     activation_bytes: int | None,
     drains: bool,
     record_bytes: int,
@@ -83,11 +85,12 @@ def not_covered(
 
     Args:
         layout: Of the model.
+        tiled: Names of units whose gradients come in pieces, each no more than a slot.
         activation_bytes: Saved tensors and logits, where they were measured.
         drains: Whether checkpoints are copied elsewhere.
         record_bytes: Of the largest record.
     """
-    largest = max((unit.num_bytes for unit in layout.units), default=0)
+    largest = slot_bytes_of(layout, tiled)
     found = [
         Uncovered(what="activations, logits and loss", num_bytes=activation_bytes),
         Uncovered(what="gradients of one unit on their way", num_bytes=largest),
@@ -114,8 +117,15 @@ def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Ch
 
 
 def _gradients(host: HostPlan) -> Choice:
-    why = f"{format_size(host.gradient_bytes)}, read once by the update and never moved"
-    return Choice(choice="gradients", value="host", why=why)
+    plan = host.gradients
+    if not plan.spilled:
+        why = f"{format_size(plan.resident_bytes)}, read once by the update and never moved"
+        return Choice(choice="gradients", value="host", why=why)
+    why = (
+        f"the budget holds {format_size(plan.resident_bytes)} of them; each pass writes "
+        f"{format_size(plan.spilled_bytes)}, of {len(plan.spilled)} units, and the update reads it"
+    )
+    return Choice(choice="gradients", value="storage", why=why)
 
 
 def _optimizer(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Choice:

@@ -1,14 +1,15 @@
 """How the host budget is cut: gradients, parameter slots, resident bytes and the window."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offload.errors import PlanError
-from offload.layout import DTYPES, ModelLayout
+from offload.layout import ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
+from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
 from offload.plan.tiles import slot_bytes_of
-from offload.sizes import format_size, round_up
+from offload.sizes import format_size
 
 Placement = Literal["host", "storage"]
 
@@ -29,7 +30,6 @@ class HostPlan:
     """Bytes of the host arenas, by purpose. All sizes are multiples of the transfer alignment."""
 
     budget_bytes: int
-    gradient_bytes: int
     resident_parameter_bytes: int
     resident_state_bytes: int
     slot_bytes: int
@@ -46,11 +46,17 @@ class HostPlan:
     activation_bytes: int = 0
     """For saved activations: where they lie, or through which they go to storage."""
     activation_slot_bytes: int = TRANSFER_ALIGNMENT
+    gradients: GradientPlan = field(default_factory=GradientPlan)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of what of one record is on storage: state, parameters, or both."""
-        return self.state_buffer_bytes + self.parameter_buffer_bytes
+        """Of what of one record is on storage: state, parameters, gradients."""
+        return self.state_buffer_bytes + self.parameter_buffer_bytes + self.gradients.buffer_bytes
+
+    @property
+    def num_gradient_slots(self) -> int:
+        """Shards whose spilled gradients are in memory at once."""
+        return SPILL_SLOTS if self.gradients.spilled else 0
 
     @property
     def num_written_at_once(self) -> int:
@@ -60,7 +66,7 @@ class HostPlan:
     @property
     def planned_bytes(self) -> int:
         return (
-            self.gradient_bytes
+            self.gradients.fixed_bytes
             + self.resident_parameter_bytes
             + self.resident_state_bytes
             + self.slot_bytes * self.num_slots
@@ -88,7 +94,7 @@ class HostPlan:
             raise PlanError(
                 f"the model does not fit `tiers.host.memory`: expected at least "
                 f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: "
-                f"{format_size(self.gradient_bytes)} of gradients, "
+                f"{format_size(self.gradients.fixed_bytes)} of gradients, "
                 f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
                 f"resident, slots and window{self._for_activations()}), found "
                 f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
@@ -109,6 +115,7 @@ def plan_host(
     is_training: bool = True,
     is_unified: bool = True,
     activations: ActivationPlan | None = None,
+    spills_gradients: bool = False,
     tiled: frozenset[str] = frozenset(),
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
@@ -120,10 +127,11 @@ def plan_host(
         is_unified: Whether the device computes in host memory. Else slots stage what is on its
             way between storage and the device.
         activations: What of them moves through host memory.
+        spills_gradients: Whether gradients go to storage where the budget is too short for all.
         tiled: Names of units that no slot holds as a whole.
     """
     moved = activations if activations is not None and is_training else ActivationPlan()
-    gradient_bytes = gradient_region_bytes(layout, gradient_dtype) if is_training else 0
+    kept = keep_gradients(layout, gradient_dtype) if is_training else GradientPlan()
     on_host = parameters == "host"
     resident_parameters = layout.parameter_bytes if on_host else 0
     slot_bytes = 0 if on_host else slot_bytes_of(layout, tiled)
@@ -133,13 +141,22 @@ def plan_host(
         state_buffer = max((record.padded_bytes for record in layout.records), default=0)
     if is_training and parameters == "storage":
         parameter_buffer = max((r.padded_parameter_bytes for r in layout.records), default=0)
-    buffer_bytes = state_buffer + parameter_buffer
-
-    fixed = gradient_bytes + resident_parameters + resident_state + moved.memory_bytes
     min_slots = 0 if on_host else co_resident_units if is_unified else 1
+    fixed = resident_parameters + resident_state + moved.memory_bytes + min_slots * slot_bytes
+
+    def smallest_with(gradients: GradientPlan) -> int:
+        buffer = state_buffer + parameter_buffer + gradients.buffer_bytes
+        return fixed + gradients.fixed_bytes + buffer
+
+    gradients, smallest = kept, smallest_with(kept)
+    if spills_gradients and is_training:
+        spilled = spill_gradients(layout, gradient_dtype)
+        smallest = min(smallest, smallest_with(spilled))
+        if budget_bytes < smallest_with(kept) and smallest_with(spilled) < smallest_with(kept):
+            gradients = spilled
+    buffer_bytes = state_buffer + parameter_buffer + gradients.buffer_bytes
     min_buffers = 1 if buffer_bytes else 0
-    smallest = fixed + min_slots * slot_bytes + min_buffers * buffer_bytes
-    free = max(budget_bytes - smallest, 0)
+    free = max(budget_bytes - smallest_with(gradients), 0)
 
     extra_slots = 0
     if slot_bytes:
@@ -148,6 +165,9 @@ def plan_host(
     most = CACHING_BUFFERS if keeps_records and state_buffer else MAX_BUFFERS
     extra_buffers = min(most - min_buffers, free // buffer_bytes) if buffer_bytes else 0
     free -= extra_buffers * buffer_bytes
+    if gradients.spilled:
+        gradients = spill_gradients(layout, gradient_dtype, room_bytes=free)
+        free -= gradients.resident_bytes
     cached = 0
     if keeps_records and state_buffer:
         spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
@@ -159,7 +179,6 @@ def plan_host(
         extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
     return HostPlan(
         budget_bytes=budget_bytes,
-        gradient_bytes=gradient_bytes,
         resident_parameter_bytes=resident_parameters,
         resident_state_bytes=resident_state,
         slot_bytes=slot_bytes,
@@ -171,14 +190,5 @@ def plan_host(
         smallest_bytes=smallest,
         activation_bytes=moved.memory_bytes,
         activation_slot_bytes=moved.slot_bytes,
+        gradients=gradients,
     )
-
-
-def gradient_region_bytes(layout: ModelLayout, gradient_dtype: str) -> int:
-    """Returns the bytes of all gradient accumulators, each shard's padded."""
-    total = 0
-    for shard in layout.shards.values():
-        if shard.is_trainable:
-            itemsize = 4 if gradient_dtype == "float32" else DTYPES[shard.dtype].itemsize
-            total += round_up(shard.num_elements * itemsize, TRANSFER_ALIGNMENT)
-    return total

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout
 from offload.plan.bound import ComputeTimes, step_bound
+from offload.plan.gradients import spilled_sizes
 from offload.plan.host import HostPlan, Placement
 from offload.plan.machine import Machine
 from offload.plan.simulated_update import WindowSize
@@ -71,6 +72,7 @@ def predict_step(
         passes=passes,
         micro_steps=micro_steps,
         other_s=other_s,
+        spilled=spilled_sizes(layout, host.gradients) if host else None,
     )
     step = simulate(work, SimulatedMachine(rates=machine), _policy(layout, host, choices))
     bound_s = None

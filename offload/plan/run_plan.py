@@ -9,12 +9,14 @@ from offload.layout import ModelLayout
 from offload.plan.alternatives import Alternative, fastest
 from offload.plan.device import DevicePlan
 from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
-from offload.plan.host import HostPlan, gradient_region_bytes
+from offload.plan.gradients import keep_gradients
+from offload.plan.host import HostPlan
 from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.prediction import Choices, Prediction
 from offload.plan.storage import StoragePlan
+from offload.plan.tiles import Pieces, slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
 
 
@@ -47,6 +49,8 @@ class RunPlan:
     """Whether checkpoints are copied elsewhere."""
     co_resident_units: int = 1
     """Most units that one call needs at once."""
+    tiled: frozenset[str] = frozenset()
+    """Units of one weight each that no slot holds: they are computed in pieces."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"
@@ -113,6 +117,7 @@ class RunPlan:
             "suggested": self._suggestion(),
             "choices": [asdict(choice) for choice in self._explained()],
             "co_resident": self._co_resident(),
+            "in_pieces": [piece.to_json() for piece in self._pieces()],
             "not_covered": [each.to_json() for each in self._not_covered()],
             "warnings": list(self.warnings),
             "drive_steps": self._drive_steps(),
@@ -164,7 +169,7 @@ class RunPlan:
     @property
     def in_memory_bytes(self) -> int:
         """Parameters, gradients and state, were they all in memory."""
-        gradients = gradient_region_bytes(self.layout, self.gradient_dtype)
+        gradients = keep_gradients(self.layout, self.gradient_dtype).resident_bytes
         return self.layout.parameter_bytes + self.layout.state_bytes + gradients
 
     def _predicted(self) -> dict[str, float | int | None]:
@@ -191,13 +196,20 @@ class RunPlan:
 
     def _co_resident(self) -> dict[str, int]:
         """The largest set of units that one call needs at once."""
-        sizes = sorted((unit.num_bytes for unit in self.layout.units), reverse=True)
+        tile = [slot_bytes_of(self.layout, self.tiled)] if self.tiled else []
+        whole = [u.num_bytes for u in self.layout.units if u.name not in self.tiled]
+        sizes = sorted(tile + whole, reverse=True)
         count = min(self.co_resident_units, len(sizes))
         return {"units": count, "num_bytes": sum(sizes[:count])}
+
+    def _pieces(self) -> Sequence[Pieces]:
+        slot_bytes = slot_bytes_of(self.layout, self.tiled)
+        return [Pieces.of(u, slot_bytes) for u in self.layout.units if u.name in self.tiled]
 
     def _not_covered(self) -> Sequence[Uncovered]:
         return not_covered(
             self.layout,
+            tiled=self.tiled,
             activation_bytes=self.prediction.activation_bytes,
             drains=self.drains,
             record_bytes=max((record.padded_bytes for record in self.layout.records), default=0),

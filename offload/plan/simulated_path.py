@@ -68,7 +68,7 @@ class SimulatedPath:
         self._seen_s = 0.0
         self._plan_number = 0
         self.moved_bytes = {Direction.READ: 0, Direction.WRITE: 0}
-        self.queued_bytes = 0.0
+        self.queued_bytes = {Direction.READ: 0.0, Direction.WRITE: 0.0}
         self._busy = _Moved()
         self._both = _Moved()
 
@@ -83,7 +83,7 @@ class SimulatedPath:
         entry = (int(urgency), next(self._count), transfer)
         heapq.heappush(self._waiting[direction], entry)
         self.moved_bytes[direction] += num_bytes
-        self.queued_bytes += num_bytes
+        self.queued_bytes[direction] += num_bytes
         self._go_on()
         return ticket
 
@@ -115,7 +115,7 @@ class SimulatedPath:
             self._both.add(sum(moved.values()), elapsed_s)
         for direction, num_bytes in moved.items():
             self._moving[direction].left -= num_bytes
-            self.queued_bytes = max(self.queued_bytes - num_bytes, 0.0)
+            self.queued_bytes[direction] = max(self.queued_bytes[direction] - num_bytes, 0.0)
 
     def _go_on(self) -> None:
         """Starts what can start, and sets the event at which the next transfer ends."""

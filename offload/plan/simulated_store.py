@@ -61,7 +61,8 @@ class SimulatedStore:
         return PathState(
             available_blocks=_MANY_BLOCKS,
             block_bytes=self._block_bytes,
-            queued_bytes=round(path.queued_bytes),
+            queued_bytes=round(sum(path.queued_bytes.values())),
+            queued_write_bytes=round(path.queued_bytes[Direction.WRITE]),
             round_trip_bytes_per_s=path.round_trip_bytes_per_s,
             nominal_bytes_per_s=path.rates.mixed_bytes_per_s,
         )

@@ -62,7 +62,8 @@ class StoreSpace:
     frozen_bytes: int = 0
     """Of parameters that never change: all versions share them."""
     spill_bytes: int = 0
-    """Of activations that are away at one time, in files beside those of the store."""
+    """Of activations and gradients that are away at one time, in files beside those of the
+    store."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,7 +73,7 @@ class StoreSpace:
 
     def describe(self) -> str:
         """Returns what the bytes are for."""
-        spilled = f", {format_size(self.spill_bytes)} of activations" if self.spill_bytes else ""
+        spilled = f", {format_size(self.spill_bytes)} spilled" if self.spill_bytes else ""
         return (
             f"{self.num_versions} versions and {self.num_checkpoints} checkpoints of "
             f"{format_size(self.version_bytes)}, {format_size(self.window_bytes)} being written"
@@ -141,7 +142,7 @@ def store_space(
         num_buffers: The most records that are written at one time.
         num_checkpoints: The most that are kept.
         is_staged: Whether a step writes its versions before they become current.
-        spill_bytes: Of activations, at most.
+        spill_bytes: Of activations and gradients, at most.
     """
     is_committed = durability == "commit"
     sizes = [_blocks_bytes(record, block_bytes) for record in layout.records]

@@ -2,8 +2,10 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
-from offload.layout import ModelLayout
+from offload.layout import ModelLayout, Unit
 from offload.sizes import MIB, round_up
 
 EDGE_BYTES = MIB
@@ -30,6 +32,40 @@ def tile_rows(slot_bytes: int, row_bytes: int) -> int:
     return max((slot_bytes - 2 * EDGE_BYTES) // row_bytes, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """A weight that no slot holds, and the largest piece of it that is in one.
+
+    Attributes:
+        parameter: Its name.
+        num_bytes: Of all of it.
+        tile_bytes: Of the rows of a tile.
+        num_tiles: That a whole pass over it takes.
+    """
+
+    parameter: str
+    num_bytes: int
+    tile_bytes: int
+    num_tiles: int
+
+    @staticmethod
+    def of(unit: Unit, slot_bytes: int) -> "Pieces":
+        """Returns the pieces of a unit of one matrix."""
+        facts = next(unit.parameters()).facts
+        row_bytes = facts.num_bytes // facts.shape[0]
+        rows = min(tile_rows(slot_bytes, row_bytes), facts.shape[0])
+        return Pieces(
+            parameter=facts.name,
+            num_bytes=facts.num_bytes,
+            tile_bytes=rows * row_bytes,
+            num_tiles=-(-facts.shape[0] // rows),
+        )
+
+    def to_json(self) -> dict[str, str | int]:
+        """Returns the fields by name."""
+        return asdict(self)
+
+
 def covering(wanted: range, *, starts: Sequence[int], granule_bytes: int, num_bytes: int) -> range:
     """Returns the bytes of a unit to read for some of them: whole granules of its subgroups.
 
@@ -47,18 +83,34 @@ def covering(wanted: range, *, starts: Sequence[int], granule_bytes: int, num_by
     return range(start, min(last + round_up(wanted.stop - last, granule_bytes), end))
 
 
-def choose_wide(
-    candidates: Sequence[str], fits: Callable[[frozenset[str]], bool]
-) -> frozenset[str]:
-    """Returns the parameters to compute in tiles: as few as it takes for the plan to fit.
+class Plan(Protocol):
+    """How the budget of one tier is cut."""
 
-    None where it fits without, or not even with all.
+    @property
+    def fits(self) -> bool: ...
+
+    @property
+    def smallest_bytes(self) -> int: ...
+
+
+def choose_wide(
+    candidates: Sequence[str], plan: Callable[[frozenset[str]], Sequence[Plan]]
+) -> frozenset[str]:
+    """Returns the parameters to compute in pieces: as few as it takes for the plans to fit.
+
+    None where they fit without. Where they never fit, those with which the least would do.
 
     Args:
         candidates: Names, the largest first.
-        fits: Tells whether the plan fits with these in tiles.
+        plan: Returns the plans of all tiers with these in pieces.
     """
+    least_bytes, best = None, frozenset[str]()
     for count in range(len(candidates) + 1):
-        if fits(frozenset(candidates[:count])):
-            return frozenset(candidates[:count])
-    return frozenset()
+        names = frozenset(candidates[:count])
+        plans = plan(names)
+        if all(each.fits for each in plans):
+            return names
+        smallest_bytes = sum(each.smallest_bytes for each in plans)
+        if least_bytes is None or smallest_bytes < least_bytes:
+            least_bytes, best = smallest_bytes, names
+    return best

@@ -91,14 +91,18 @@ class ModelBytes:
         )
 
 
-def kept_for_backward_bytes(layout: ModelLayout, num_slots: int) -> int:
+def kept_for_backward_bytes(
+    layout: ModelLayout, num_slots: int, *, tiled: frozenset[str] = frozenset()
+) -> int:
     """Returns the bytes of the last units of forward, one for each slot, which stay for backward.
 
     Args:
         layout: Of the model; its units are in the order in which forward uses them.
         num_slots: Slots for units, without those that calls hold beside the unit in use.
+        tiled: Names of units that no slot holds as a whole.
     """
-    last = layout.units[-num_slots:] if num_slots > 0 else ()
+    whole = [unit for unit in layout.units if unit.name not in tiled]
+    last = whole[-num_slots:] if num_slots > 0 else []
     return sum(placed.facts.num_bytes for unit in last for placed in unit.parameters())
 
 
@@ -111,9 +115,7 @@ def step_traffic(
     cached_state_bytes: int = 0,
     kept_forward_bytes: Iterable[int] = (),
     kept_backward_bytes: Iterable[int] = (),
-    gradient_read_bytes: Iterable[int] = (),
-    gradient_write_bytes: Iterable[int] = (),
-    update_gradient_read_bytes: int = 0,
+    spilled_gradient_bytes: int = 0,
 ) -> StepTraffic:
     """Returns the traffic of one step under a policy.
 
@@ -126,9 +128,8 @@ def step_traffic(
         kept_forward_bytes: Parameter bytes still in a slot when each micro-step's forward asks
             for them; 0 for micro-steps that are not given.
         kept_backward_bytes: The same for each backward.
-        gradient_read_bytes: Spilled gradients read back in each micro-step.
-        gradient_write_bytes: Gradients spilled in each micro-step.
-        update_gradient_read_bytes: Spilled gradients that the update reads.
+        spilled_gradient_bytes: Gradients that are written in each micro-step, and read back by the
+            next one and by the update.
     """
     on_storage = parameters == "storage"
     streamed = model.parameter_bytes if on_storage else 0
@@ -138,14 +139,13 @@ def step_traffic(
             MicroStepTraffic(
                 forward_read_bytes=max(streamed - kept_forward, 0),
                 backward_read_bytes=max(streamed - kept_backward, 0),
-                gradient_read_bytes=spill_read,
-                gradient_write_bytes=spill_write,
+                gradient_read_bytes=spilled_gradient_bytes if number else 0,
+                gradient_write_bytes=spilled_gradient_bytes,
             )
-            for kept_forward, kept_backward, spill_read, spill_write in zip(
+            for number, kept_forward, kept_backward in zip(
+                range(micro_steps),
                 _padded(kept_forward_bytes, micro_steps),
                 _padded(kept_backward_bytes, micro_steps),
-                _padded(gradient_read_bytes, micro_steps),
-                _padded(gradient_write_bytes, micro_steps),
                 strict=True,
             )
         ),
@@ -153,7 +153,7 @@ def step_traffic(
             state_bytes=state,
             parameter_read_bytes=model.update_parameter_bytes if on_storage else 0,
             parameter_write_bytes=model.trainable_parameter_bytes if on_storage else 0,
-            gradient_read_bytes=update_gradient_read_bytes,
+            gradient_read_bytes=spilled_gradient_bytes,
         ),
     )
 

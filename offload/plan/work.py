@@ -1,6 +1,6 @@
 """What a step of a model consists of, as far as time is concerned: the input of a simulation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout, Record, section_kinds
@@ -77,6 +77,7 @@ def work_of(
     micro_steps: int = 1,
     other_s: float = 0.0,
     copies_to_device: bool = False,
+    spilled: Mapping[str, int] | None = None,
 ) -> StepWork:
     """Returns what the engine does in a step of the model of `layout`.
 
@@ -88,6 +89,7 @@ def work_of(
         micro_steps: Forward and backward passes in the step.
         other_s: Time of what is neither pass nor update.
         copies_to_device: Whether parameters go over a link before each use.
+        spilled: Bytes of the gradients of each subgroup that is spilled, by name.
     """
     on_storage = parameters == "storage"
     units = tuple(
@@ -108,7 +110,7 @@ def work_of(
     return StepWork(
         units=units,
         records=tuple(
-            _record_work(layout, record, number_of, on_storage, optimizer)
+            _record_work(layout, record, number_of, on_storage, optimizer, spilled or {})
             for record in layout.records
         ),
         micro_steps=micro_steps,
@@ -122,6 +124,7 @@ def _record_work(
     number_of: dict[str, int],
     on_storage: bool,
     optimizer: Placement,
+    spilled: Mapping[str, int],
 ) -> RecordWork:
     state_bytes = record.padded_bytes if optimizer == "storage" else 0
     pieces = []
@@ -142,4 +145,5 @@ def _record_work(
         num_parameters=sum(subgroup.num_elements for subgroup in record.subgroups),
         state_bytes=state_bytes,
         pieces=tuple(pieces),
+        spilled_bytes=sum(spilled.get(subgroup.name, 0) for subgroup in record.subgroups),
     )

@@ -7,18 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
+from torch import nn
+
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
 from offload.layout import ModelLayout, build_layout
 from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
+from offload.plan.gradients import may_spill
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
+from offload.plan.tiles import choose_wide
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
@@ -32,6 +36,7 @@ from offload.sizes import MIB, parse_duration
 from offload.storage.drain_target import existing_directory, shared_path
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.unit_modules import UnitRules
+from offload.streaming.wide import wide_candidates
 
 BLOCK_BYTES = MIB
 """The block size of stores."""
@@ -42,7 +47,7 @@ def plan_run(
     *,
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
-    discovered: DiscoveredModel | None = None,
+    model: nn.Module | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -50,18 +55,14 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
-        discovered: What `discover` found in the run's model; None: it is built now.
+        model: The run's, without values; None: it is built now.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered = discover(config) if discovered is None else discovered
-    layout = build_layout(
-        [unit.facts for unit in discovered.units],
-        codec=config.optimizer.codec,
-        rule=config.optimizer.rule,
-        whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+    discovered, layout = _units_of(
+        config, build_meta_model(config.model) if model is None else model
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
     directories = existing_directories(config, stores)
@@ -94,12 +95,39 @@ def plan_run(
         co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
+        tiled=discovered.wide_names,
     )
 
 
-def discover(config: Config) -> DiscoveredModel:
-    """Returns the units of the run's model, which is built without values."""
-    return discover_units(build_meta_model(config.model), UnitRules.of(config.units))
+def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelLayout]:
+    """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
+
+    Raises:
+        PlanError: There is no budget to plan with.
+    """
+
+    def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
+        discovered = discover_units(model, UnitRules.of(config.units), wide=wide)
+        return discovered, build_layout(
+            [unit.facts for unit in discovered.units],
+            codec=config.optimizer.codec,
+            rule=config.optimizer.rule,
+            whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+        )
+
+    def plans(wide: frozenset[str]) -> list[HostPlan | DevicePlan]:
+        discovered, layout = lay_out(wide)
+        device = _plan_device(config, layout, discovered)
+        host = _plan_host(config, layout, discovered)
+        return [host] if device is None else [host, device]
+
+    discovered, layout = lay_out(frozenset())
+    is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
+    if not config.offload or is_resident:
+        return discovered, layout
+    whole = whole_matrices(discovered, config.optimizer.whole_patterns)
+    wide = choose_wide(wide_candidates(model, besides=whole), plans)
+    return lay_out(wide) if wide else (discovered, layout)
 
 
 def tokens_per_step(config: Config) -> int:
@@ -138,6 +166,7 @@ def plan_traffic(
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
         kept_backward_bytes=[kept] * config.train.micro_steps,
+        spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
 
 
@@ -150,9 +179,11 @@ def _kept_bytes(
     if device is not None:
         num_slots = device.num_slots
     num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
-    first_kept = len(layout.units) - num_free
-    not_asked_for = (i for i in discovered.lookup_units() if i < first_kept)
-    return kept_for_backward_bytes(layout, num_free) + sum(
+    tiled = discovered.wide_names
+    whole = [i for i, unit in enumerate(layout.units) if unit.name not in tiled]
+    kept = set(whole[-num_free:] if num_free else ())
+    not_asked_for = (i for i in discovered.lookup_units() if i not in kept)
+    return kept_for_backward_bytes(layout, num_free, tiled=tiled) + sum(
         discovered.units[index].num_bytes for index in not_asked_for
     )
 
@@ -227,6 +258,10 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
             memory_bytes=config.activations.memory,
             threshold_bytes=config.activations.threshold,
         ),
+        tiled=discovered.wide_names,
+        spills_gradients=may_spill(
+            config.policy.parameters, config.policy.optimizer, overlap=config.policy.overlap
+        ),
     )
 
 
@@ -270,6 +305,7 @@ def _plan_device(
         budget_bytes=config.tiers.device.memory,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
+        tiled=discovered.wide_names,
     )
 
 
@@ -300,7 +336,7 @@ def _plan_storage(
             num_buffers=host.num_written_at_once,
             num_checkpoints=num_kept_checkpoints(config),
             is_staged=config.policy.overlap in ("backward", "both"),
-            spill_bytes=spill_bytes,
+            spill_bytes=spill_bytes + host.gradients.space_bytes,
         ),
         free_bytes=usable_bytes([replace(path, capacity_bytes=None) for path in paths]),
         capacity_bytes=usable_bytes(paths) if tier.capacity else None,

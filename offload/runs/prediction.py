@@ -13,7 +13,7 @@ from offload.devices.opening import require_device
 from offload.errors import ConfigError
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
-from offload.plan.host import gradient_region_bytes
+from offload.plan.gradients import keep_gradients
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import (
     KernelProfile,
@@ -25,15 +25,16 @@ from offload.plan.machine_profile import (
 )
 from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
+from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import PassTimes
 from offload.runs.compared_policies import compare_policies
 from offload.runs.data import open_text
+from offload.runs.model import build_meta_model
 from offload.runs.pass_estimate import PassEstimate, estimate_passes
 from offload.runs.pass_probe import pass_shape, probe_passes
 from offload.runs.planning import (
     BLOCK_BYTES,
     choices_of,
-    discover,
     existing_directories,
     plan_run,
     tokens_per_step,
@@ -77,10 +78,10 @@ def plan_and_predict(
         on_measure: Called before each measurement.
     """
     profile = read_profile(machine_file)
-    discovered = discover(config)
+    model = build_meta_model(config.model)
 
     def plan_of(config: Config) -> RunPlan:
-        return plan_run(config, stores=stores, profile=profile, discovered=discovered)
+        return plan_run(config, stores=stores, profile=profile, model=model)
 
     plan = plan_of(config)
     if not plan.fits:
@@ -106,7 +107,8 @@ def plan_and_predict(
 
     def step_s(changed: Config) -> float | None:
         other = plan_of(changed)
-        found = measure.prediction_of(changed, other).step if other.fits else None
+        is_as_exact = other.fits and other.tiled <= plan.tiled
+        found = measure.prediction_of(changed, other).step if is_as_exact else None
         return found.step_s if found else None
 
     found = compare_policies(config, open_keys, now_s=prediction.step.step_s, step_s=step_s)
@@ -204,7 +206,7 @@ class _Measurement:
     def _held_bytes(self) -> int:
         """Returns what the tiers hold in memory, and the gradients of one unit on their way."""
         plan = self._plan
-        transient = max((unit.num_bytes for unit in plan.layout.units), default=0)
+        transient = slot_bytes_of(plan.layout, plan.tiled)
         if plan.host is not None:
             return plan.host.planned_bytes + transient
         return plan.in_memory_bytes + transient
@@ -235,7 +237,9 @@ class _Measurement:
             found = estimate_passes(
                 config,
                 [unit.name for unit in plan.layout.units],
-                gradient_bytes=gradient_region_bytes(plan.layout, config.train.gradient_dtype),
+                gradient_bytes=keep_gradients(
+                    plan.layout, config.train.gradient_dtype
+                ).resident_bytes,
                 copy_bytes_per_s=copy_bytes_per_s,
             )
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises without values

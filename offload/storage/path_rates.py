@@ -86,6 +86,11 @@ class PathRates:
         with self._lock:
             return sum(self._paths[path_index].queued())
 
+    def queued_write_bytes(self, path_index: int) -> int:
+        """Returns what of this is to be written."""
+        with self._lock:
+            return self._paths[path_index].queued()[1]
+
     def round_trip_bytes_per_s(self, path_index: int) -> float | None:
         """Returns how many bytes go in and out again each second, None where nothing is known."""
         with self._lock:

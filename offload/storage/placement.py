@@ -116,6 +116,7 @@ class Placement:
             available_blocks=free + path.growable_blocks(),
             block_bytes=self._block_bytes,
             queued_bytes=self._rates.queued_bytes(path.index),
+            queued_write_bytes=self._rates.queued_write_bytes(path.index),
             round_trip_bytes_per_s=self._rates.round_trip_bytes_per_s(path.index),
             nominal_bytes_per_s=path.config.nominal_bytes_per_s,
         )

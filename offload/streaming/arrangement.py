@@ -79,10 +79,15 @@ def arrange(
         return plain
     whole = whole_matrices(plain.discovered, options.matrices)
     candidates = wide_candidates(model, besides=whole)
+
+    def plans_with(names: frozenset[str]) -> tuple[HostPlan, DevicePlan]:
+        tried = try_with(names)
+        return tried.host, tried.device
+
     if stored is not None:
         wide = _wide_in(stored, candidates, prefix)
     else:
-        wide = choose_wide(candidates, lambda names: try_with(names).fits)
+        wide = choose_wide(candidates, plans_with)
     return try_with(wide) if wide else plain
 
 

@@ -9,6 +9,7 @@ from offload.storage.store import BlockStore
 from offload.streaming.activation_store import ActivationCounters
 from offload.streaming.activations import Activations
 from offload.streaming.attachment import Attachment
+from offload.streaming.spilled_gradients import SpilledGradients
 from offload.streaming.step_updates import StepUpdates
 
 
@@ -29,6 +30,7 @@ class ModelCounters:
         commit_record_bytes: Of records, written because of commits.
         digest_read_bytes: Of records, read for digests.
         offloaded: The activations that are moved; None where none are.
+        spilled: The gradients that are; None where none are.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ModelCounters:
         self.commit_record_bytes = 0
         self.digest_read_bytes = 0
         self.offloaded: Activations | None = None
+        self.spilled: SpilledGradients | None = None
         self._updates = updates
         self._attachment = attachment
         self._store = store
@@ -48,7 +51,8 @@ class ModelCounters:
         """Time for which the caller's thread waited for storage."""
         residency = self._attachment.residency
         fetches_s = residency.counters.io_wait_s if residency else 0.0
-        return fetches_s + self._updates.io_wait_s + self.activations.wait_s
+        spilled_s = self.spilled.wait_s if self.spilled else 0.0
+        return fetches_s + self._updates.io_wait_s + self.activations.wait_s + spilled_s
 
     @property
     def update_wait_s(self) -> tuple[float, float]:
@@ -59,6 +63,16 @@ class ModelCounters:
     @property
     def update_read_bytes(self) -> int:
         return self._updates.pipeline.read_bytes
+
+    @property
+    def spilled_read_bytes(self) -> int:
+        """Of gradients, from storage, padding included."""
+        return self.spilled.spill.read_bytes if self.spilled else 0
+
+    @property
+    def spilled_write_bytes(self) -> int:
+        """Of gradients, to storage, padding included."""
+        return self.spilled.spill.write_bytes if self.spilled else 0
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
@@ -74,8 +88,12 @@ class ModelCounters:
         """Returns what was moved so far, without what commits wrote and digests read."""
         io = self._store.stats() if self._store is not None else None
         return MovedBytes(
-            read_bytes=io.read_bytes - self.digest_read_bytes if io else 0,
-            write_bytes=io.write_bytes - self.commit_record_bytes if io else 0,
+            read_bytes=io.read_bytes - self.digest_read_bytes + self.spilled_read_bytes
+            if io
+            else 0,
+            write_bytes=io.write_bytes - self.commit_record_bytes + self.spilled_write_bytes
+            if io
+            else 0,
             cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
         )
 

@@ -1,4 +1,4 @@
-"""Gradients: taken as they appear, kept in the host arena, shown as `p.grad`."""
+"""Gradients: taken as they appear, kept in the host arena or spilled, shown as `p.grad`."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -8,11 +8,47 @@ from torch import nn
 
 from offload.devices import Copy, CpuDevice, Device
 from offload.errors import ConfigError, StoreError
-from offload.layout import DTYPES, ModelLayout
-from offload.layout.units import TRANSFER_ALIGNMENT
-from offload.memory import storage_over
+from offload.layout import FlatShard, ModelLayout, PlacedParameter
+from offload.memory import SlotPool, storage_over
 from offload.optim.gradient import Accumulator, StreamedGradient, SumsOfSquares
-from offload.sizes import round_up
+from offload.optim.gradient_home import GradientHome, ResidentGradient
+from offload.plan.gradients import GradientPlan, gradient_bytes, gradient_dtype_of
+from offload.storage.spill import Spill
+from offload.streaming.spilled_gradients import SpilledGradients
+
+
+def open_spilled(
+    layout: ModelLayout,
+    parameters: Mapping[str, nn.Parameter],
+    plan: GradientPlan,
+    *,
+    slots: SlotPool[memoryview] | None,
+    make_spill: Callable[[int], Spill] | None,
+    sums_of_squares: SumsOfSquares,
+) -> SpilledGradients | None:
+    """Returns the gradients that do not stay in memory, None where all do.
+
+    Raises:
+        StorageError: Their files can't be made.
+    """
+    if slots is None:
+        return None
+    assert make_spill is not None, "gradients are spilled only where there is a store"
+    spill = make_spill(plan.place_bytes)
+    spill.open()
+
+    def is_shown(shard: FlatShard) -> bool:
+        names = (placed.facts.name for placed in shard.parameters)
+        return any(isinstance(parameters[name].grad, StreamedGradient) for name in names)
+
+    return SpilledGradients(
+        layout,
+        plan,
+        slots=slots,
+        spill=spill,
+        sums_of_squares=sums_of_squares,
+        is_live=is_shown,
+    )
 
 
 class Gradients:
@@ -22,7 +58,9 @@ class Gradients:
     since `p.grad` is then a streamed gradient.
 
     Attributes:
-        flat: The accumulators of each trainable flat shard, 1-D, in the layout of the shard.
+        flat: The accumulators of each trainable flat shard that stays in memory, 1-D, in the
+            layout of the shard.
+        spilled: The gradients of the others; None where all stay.
     """
 
     def __init__(
@@ -36,7 +74,21 @@ class Gradients:
         before_write: Callable[[str], None],
         on_arrival: Callable[[str], None] | None = None,
         device: Device | None = None,
+        spilled: SpilledGradients | None = None,
     ) -> None:
+        """Makes the accumulators and follows the parameters.
+
+        Args:
+            layout: Of the model.
+            parameters: By name.
+            region: For the gradients that stay in memory.
+            dtype: `"parameter"` or `"float32"`.
+            sums_of_squares: For norms.
+            before_write: Called with a parameter's name before its gradient changes.
+            on_arrival: Called with a parameter's name when autograd has accumulated its gradient.
+            device: Where gradients appear.
+            spilled: The gradients that do not stay in memory.
+        """
         self.flat: dict[str, torch.Tensor] = {}
         self._parameters = parameters
         self._on_arrival = on_arrival
@@ -46,28 +98,28 @@ class Gradients:
         self._max_in_flight_bytes = max((unit.num_bytes for unit in layout.units), default=0)
         self._in_flight: deque[tuple[Copy, int]] = deque()
         self._in_flight_bytes = 0
+        self.spilled = spilled
         offset = 0
         for shard in layout.shards.values():
             if not shard.is_trainable:
                 continue
-            name = "float32" if dtype == "float32" else shard.dtype
-            num_bytes = shard.num_elements * DTYPES[name].itemsize
-            base = storage_over(region[offset : offset + num_bytes])
-            offset += round_up(num_bytes, TRANSFER_ALIGNMENT)
-            flat = base.view(getattr(torch, name))
-            self.flat[shard.name] = flat
+            if self.spilled is None or shard.name not in self.spilled:
+                stop = offset + gradient_bytes(shard, dtype)
+                self.flat[shard.name] = _flat(shard, region[offset:stop], dtype)
+                offset = stop
             for placed in shard.parameters:
-                parameter = parameters[placed.facts.name]
-                memory = flat[placed.start : placed.stop].view(placed.facts.shape)
                 accumulator = Accumulator(
                     placed.facts.name,
-                    memory,
+                    self._home(shard, placed),
                     sums_of_squares,
                     before_write,
                     device=self._device.torch_device,
                 )
+                if self.spilled is not None and shard.name in self.spilled:
+                    self.spilled.on_leaving(shard.name, accumulator.settle)
+                parameter = parameters[placed.facts.name]
                 self._accumulators[parameter] = accumulator
-                self._prepare(parameter, memory.dtype)
+                self._prepare(parameter, accumulator.dtype)
 
     def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
         """Returns the gradient that the next update takes, or None if there is none.
@@ -101,16 +153,31 @@ class Gradients:
         return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
 
     def settle(self) -> None:
-        """Waits until every gradient has arrived in its accumulator."""
+        """Waits until every gradient has arrived in its accumulator.
+
+        Raises:
+            StorageError: One could not be spilled.
+        """
         while self._in_flight:
             self._end_oldest()
+        if self.spilled is not None:
+            self.spilled.flush()
 
     def close(self) -> None:
         """Removes the hooks; gradients that are shown stay readable."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.settle()
+        while self._in_flight:
+            self._end_oldest()
+        if self.spilled is not None:
+            self.spilled.close()
+
+    def _home(self, shard: FlatShard, placed: PlacedParameter) -> GradientHome:
+        if self.spilled is not None and shard.name in self.spilled:
+            return self.spilled.home(placed, shard.name)
+        memory = self.flat[shard.name][placed.start : placed.stop]
+        return ResidentGradient(memory.view(placed.facts.shape))
 
     def _prepare(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         if dtype != parameter.dtype:
@@ -165,6 +232,12 @@ class Gradients:
         copy, num_bytes = self._in_flight.popleft()
         self._in_flight_bytes -= num_bytes
         copy.synchronize()
+
+
+def _flat(shard: FlatShard, memory: memoryview, dtype: str) -> torch.Tensor:
+    """Returns a shard's accumulators over its padded part of the region."""
+    flat = storage_over(memory).view(getattr(torch, gradient_dtype_of(shard, dtype)))
+    return flat[: shard.num_elements]
 
 
 class RowGradient:

@@ -18,7 +18,9 @@ class HostMemory:
 
     Attributes:
         whole: All of the arena.
-        gradients: Region of all accumulators.
+        gradients: Region of the accumulators that stay in memory.
+        gradient_slots: Slots of shards whose gradients are spilled; None where none are.
+        gradient_buffers: Slots of a record's spilled gradients in the window; None likewise.
         slots: Unit slots, or None where parameters are resident.
         states: Slots of records, in the window and cached; None where the state is resident.
         parameters: Slots of a record's parameters in the window; None where they are resident.
@@ -38,16 +40,18 @@ class HostMemory:
         arena = Arena(plan.planned_bytes)
         arena.open()
         self.whole = arena.whole() if plan.planned_bytes else memoryview(b"")
-        self.gradients = arena.take(plan.gradient_bytes)
+        self.gradients = arena.take(plan.gradients.resident_bytes)
         self._parameters = arena.take(plan.resident_parameter_bytes)
         self._state = arena.take(plan.resident_state_bytes)
         num_states = plan.num_buffers + plan.num_cached
         slots_end = plan.slot_bytes * plan.num_slots
         states_end = slots_end + plan.state_buffer_bytes * num_states
-        end = states_end + plan.parameter_buffer_bytes * plan.num_buffers
+        parameters_end = states_end + plan.parameter_buffer_bytes * plan.num_buffers
+        shards_end = parameters_end + plan.gradients.slot_bytes * plan.num_gradient_slots
+        end = shards_end + plan.gradients.buffer_bytes * plan.num_buffers
         self.transfers = arena.take(end, is_inherited=False)
         activations = arena.take(plan.activation_bytes)
-        self.budget.lease(plan.gradient_bytes, "gradients")
+        self.budget.lease(plan.gradients.resident_bytes, "gradients")
         self.budget.lease(plan.resident_parameter_bytes, "parameters")
         self.budget.lease(plan.resident_state_bytes, "optimizer state")
         self.slots = self._pool(self.transfers[:slots_end], plan.slot_bytes, "unit slots")
@@ -55,7 +59,15 @@ class HostMemory:
             self.transfers[slots_end:states_end], plan.state_buffer_bytes, "records"
         )
         self.parameters = self._pool(
-            self.transfers[states_end:], plan.parameter_buffer_bytes, "parameters of records"
+            self.transfers[states_end:parameters_end],
+            plan.parameter_buffer_bytes,
+            "parameters of records",
+        )
+        self.gradient_slots = self._pool(
+            self.transfers[parameters_end:shards_end], plan.gradients.slot_bytes, "gradients"
+        )
+        self.gradient_buffers = self._pool(
+            self.transfers[shards_end:], plan.gradients.buffer_bytes, "gradients of records"
         )
         self.activations = self._pool(activations, plan.activation_slot_bytes, "activations")
 

@@ -97,12 +97,14 @@ class Models:
         self._others = dict(head.models)
 
     def without_others(self, moved: MovedBytes) -> MovedBytes:
-        """Takes off what commits wrote and digests read of models beside the main one."""
+        """Takes off other models' commits and digests, and adds the gradients that they spilled."""
         others = [model for model in self._by_name.values() if model is not self.main]
         return dataclasses.replace(
             moved,
-            read_bytes=moved.read_bytes - sum(m.counters.digest_read_bytes for m in others),
-            write_bytes=moved.write_bytes - sum(m.counters.commit_record_bytes for m in others),
+            read_bytes=moved.read_bytes
+            + sum(m.counters.spilled_read_bytes - m.counters.digest_read_bytes for m in others),
+            write_bytes=moved.write_bytes
+            + sum(m.counters.spilled_write_bytes - m.counters.commit_record_bytes for m in others),
         )
 
     def commit(self, store: BlockStore, metadata: Mapping[str, Any]) -> int:

@@ -63,6 +63,7 @@ class Planner:
             is_training=options.is_training,
             is_unified=self.is_unified,
             activations=options.activations.plan,
+            spills_gradients=options.spills_gradients,
             tiled=self.tiled,
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from offload.plan.gradients import may_spill
 from offload.plan.host import Placement
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.unit_modules import UnitRules
@@ -36,3 +37,8 @@ class WrapOptions:
     units: UnitRules | None = None
     name: str | None = None
     overlap: str = "none"
+
+    @property
+    def spills_gradients(self) -> bool:
+        """Whether gradients may go to storage."""
+        return may_spill(self.parameters, self.optimizer, overlap=self.overlap)

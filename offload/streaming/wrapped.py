@@ -20,6 +20,7 @@ from offload.optim.model_state import ModelState, ParameterUpdate
 from offload.optim.readers import StateParts
 from offload.optim.window import Window
 from offload.optim.written import written_by_commit, written_until_commit
+from offload.plan.gradients import spilled_sizes
 from offload.policy import Order, resolve_overlap
 from offload.storage.spill import Spill
 from offload.storage.store import BlockStore
@@ -33,7 +34,7 @@ from offload.streaming.counters import ModelCounters
 from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
-from offload.streaming.gradients import Gradients
+from offload.streaming.gradients import Gradients, open_spilled
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.residency import Residency
@@ -390,11 +391,25 @@ class WrappedModel:
                 region=memory.gradients,
                 dtype=options.gradient_dtype,
                 device=self.device,
-                sums_of_squares=lambda g, scales: self._kernels.sums_of_squares(g, scales=scales),
+                sums_of_squares=self._sums_of_squares,
+                spilled=open_spilled(
+                    self.layout,
+                    self._parameters,
+                    self.plan.gradients,
+                    slots=memory.gradient_slots,
+                    make_spill=self._make_spill,
+                    sums_of_squares=self._sums_of_squares,
+                ),
                 before_write=self._before_gradient_changes,
                 on_arrival=self._on_gradient,
             )
+            self.counters.spilled = self._gradients.spilled
         self._lay_out_state()
+
+    def _sums_of_squares(
+        self, gradients: Sequence[torch.Tensor], scales: Sequence[float]
+    ) -> list[float]:
+        return self._kernels.sums_of_squares(gradients, scales=scales)
 
     def _lay_out_state(self) -> None:
         options, memory = self.options, self._memory
@@ -406,12 +421,16 @@ class WrappedModel:
             parameters=memory.flat_parameters(self.layout) if on_host else None,
             records=memory.records(self.layout) if has_records else None,
             gradients=self._gradients.flat if self._gradients else {},
+            spilled=self._gradients.spilled if self._gradients else None,
+            has_fp32_gradients=options.gradient_dtype == "float32",
         )
         self._window = Window(
             self.layout,
             states=memory.states,
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
+            gradients=memory.gradient_buffers,
+            gradient_bytes=spilled_sizes(self.layout, self.plan.gradients),
         )
         self._updates.use(self._state, self._window, self._kernels)
         self._edits.use(self._state)

@@ -120,7 +120,7 @@ def test_an_update_alone_empties_the_slots_before_it_fills_the_window(tmp_path, 
 
         plan = session._wrapped.plan
         largest = max(plan.slot_bytes * plan.num_slots, plan.buffer_bytes * plan.num_buffers)
-        assert session.stats().host_peak_bytes == plan.gradient_bytes + largest
+        assert session.stats().host_peak_bytes == plan.gradients.fixed_bytes + largest
 
 
 @pytest.mark.parametrize("codec, micro_steps, overlap", [

@@ -10,11 +10,12 @@ from offload.policy import PathState, Striping, resolve_striping
 MIB = 1 << 20
 
 
-def path(rate=None, *, nominal=None, queued=0, available=10_000):
+def path(rate=None, *, nominal=None, queued=0, writes=0, available=10_000):
     return PathState(
         available_blocks=available,
         block_bytes=MIB,
-        queued_bytes=queued,
+        queued_bytes=queued + writes,
+        queued_write_bytes=writes,
         round_trip_bytes_per_s=rate,
         nominal_bytes_per_s=nominal,
     )
@@ -106,10 +107,15 @@ class TestAdaptive(StripingLaws):
 
         assert 0.29 < found[1] < 0.34
 
-    def test_a_longer_queue_corrects_the_share_a_little(self, striping):
-        found = shares(striping, [path(2e8, queued=20 << 20), path(2e8, queued=30 << 20)])
+    def test_a_longer_queue_of_writes_corrects_the_share_a_little(self, striping):
+        found = shares(striping, [path(2e8, writes=20 << 20), path(2e8, writes=30 << 20)])
 
         assert 0.46 < found[1] < 0.49
+
+    def test_queued_reads_correct_nothing(self, striping):
+        found = shares(striping, [path(2e8, queued=20 << 20), path(2e8, queued=90 << 20)])
+
+        assert found == pytest.approx([0.5, 0.5], abs=0.01)
 
     def test_a_path_that_stands_still_is_tried_again_now_and_then(self, striping):
         found = shares(striping, [path(2e8), path(0.0)])

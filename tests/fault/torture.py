@@ -50,6 +50,8 @@ class Campaign:
     steps_compared: int = 0
     store_bytes: int = 0
     seconds: float = 0.0
+    part_s: dict = dataclasses.field(default_factory=dict)
+    """How long each part of a commit took last, by part and number of the commit in its run."""
     digests: dict = dataclasses.field(default_factory=dict)
     losses: dict = dataclasses.field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class Campaign:
     def figures(self):
         """Returns what is reported: all but the reference."""
         fields = dataclasses.asdict(self)
-        del fields["digests"], fields["losses"]
+        del fields["digests"], fields["losses"], fields["part_s"]
         return fields
 
 
@@ -84,8 +86,7 @@ class Torture:
             *overrides,
         ]
         self.campaign = Campaign()
-        self.commit_s = 0.05  # of the last commit, and of a step below: set as they are seen
-        self.step_s = 1.0
+        self.step_s = 1.0  # of the last step
         self._worker = None
 
     def __enter__(self):
@@ -120,12 +121,14 @@ class Torture:
         run_dir = self.directory / "reference"
         self._delete(run_dir)
         losses, digests = {}, {}
+        commits = CommitTimes(self.campaign.part_s)
         self._worker.start(self._job(run_dir, "digests"))
         while (event := self._worker.next(WAIT_S)) is not None:
             if event["event"] == "step":
                 losses[str(event["step"])] = event["loss"]
             elif event["event"] == "digest":
                 digests[str(event["step"])] = event["digest"]
+            commits.take(event)
         if not digests:
             raise Difference("the reference did not reach a commit: see `worker.log`")
         self.campaign.losses, self.campaign.digests = losses, digests
@@ -163,8 +166,10 @@ class Torture:
     def _mode(self):
         """Returns when to die in a commit: anywhere in it, or in its shorter, last part."""
         part = self.draw.choice(("commit", "publish"))
-        number = self.draw.choice((0, 0, 1))
-        return f"kill:{part}:{number}:{self.draw.uniform(0, self.commit_s):.6f}"
+        number = self.draw.choice((0, 0, 1, 2))
+        # A run's first commit writes more than those after it, so each number has its own time.
+        length_s = self.campaign.part_s[f"{part} {number}"]
+        return f"kill:{part}:{number}:{self.draw.uniform(0, length_s):.6f}"
 
     def _check(self, run_dir, last):
         found = self._committed(run_dir)
@@ -267,6 +272,23 @@ class Worker:
         self._events.put(None)
 
 
+class CommitTimes:
+    """Keeps how long the parts of a run's commits take, in `part_s`."""
+
+    def __init__(self, part_s):
+        self._part_s = part_s
+        self._number = 0
+        self._publish_s = 0.0
+
+    def take(self, event):
+        if event["event"] == "publish":
+            self._publish_s = time.monotonic()
+        elif event["event"] == "commit-end":
+            self._part_s[f"commit {self._number}"] = event["seconds"]
+            self._part_s[f"publish {self._number}"] = time.monotonic() - self._publish_s
+            self._number += 1
+
+
 class Watch:
     """Follows a run until it ends or is killed."""
 
@@ -279,6 +301,7 @@ class Watch:
         self.code = None
         self.num_steps = 0
         self._torture = torture
+        self._commits = CommitTimes(torture.campaign.part_s)
         self._deadline_s = None
         self._last_step_s = None
 
@@ -301,6 +324,7 @@ class Watch:
 
     def _take(self, event, *, kills):
         kind, now_s = event["event"], time.monotonic()
+        self._commits.take(event)
         if kind == "step":
             self.num_steps += 1
             self._torture.require_loss(event)
@@ -308,8 +332,8 @@ class Watch:
                 self._torture.step_s = now_s - self._last_step_s
             self._last_step_s = now_s
             if kills and self._deadline_s is None:
-                # Some time in the next steps, a commit among them.
-                self._deadline_s = now_s + self._torture.draw.uniform(0, 6 * self._torture.step_s)
+                # Some time in the next steps, a commit or two among them.
+                self._deadline_s = now_s + self._torture.draw.uniform(0, 10 * self._torture.step_s)
         elif kind == "commit-begin":
             self.is_in_commit = True
         elif kind == "publish":
@@ -317,7 +341,6 @@ class Watch:
         elif kind == "commit-end":
             self.is_in_commit = self.is_publishing = False
             self.last = event["step"]
-            self._torture.commit_s = event["seconds"]
         elif kind == "done":
             self.is_done, self.digest = True, event["digest"]
 

@@ -247,7 +247,10 @@ def test_a_model_larger_than_its_budget_generates_and_keeps_no_state(tmp_path):
         stats = session.stats()
         assert stats.host_peak_bytes <= parameter_bytes // 2
         assert stats.prefetch_hits > 0
-        assert not session._wrapped.plan.gradient_bytes + session._wrapped.plan.resident_state_bytes
+        assert (
+            not session._wrapped.plan.gradients.fixed_bytes
+            + session._wrapped.plan.resident_state_bytes
+        )
 
 
 @pytest.mark.parametrize("name", [None, "teacher"])

@@ -1,6 +1,8 @@
 """Weights that no slot holds: computed in pieces, near the plain model, within the budget."""
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -65,6 +67,11 @@ def open_wide(tmp_path, *, overlap="none", num_weights=2, **options):
         budget = {"budget_bytes": (num_weights * 270 + 220) * KIB}
     order = "sequential" if overlap == "none" else "resident"
     return open_session(tmp_path, order=order, overlap=overlap, **{**budget, **options})
+
+
+def in_order(session):
+    """On a device of its own memory: no tile is read before its copy has come."""
+    return contextlib.nullcontext() if sessions.DEVICE == "cpu" else session._device.checking()
 
 
 def tokens_of(step):
@@ -133,7 +140,8 @@ def test_wide_weights_train_as_the_plain_model_within_a_budget_that_holds_none(
     with open_wide(tmp_path, num_weights=num_weights) as session:
         session.wrap(model)
 
-        train_near(session, model, reference)
+        with in_order(session):
+            train_near(session, model, reference)
 
         require_near(model, reference)
         stats = session.stats()
@@ -319,6 +327,32 @@ def test_a_weight_that_a_function_uses_is_refused_with_what_to_do(tmp_path):
 def test_what_cannot_be_computed_in_pieces_is_refused_as_before(tmp_path):
     with open_wide(tmp_path) as session, pytest.raises(offload.PlanError):
         session.wrap(build(max_norm=1.0))
+
+
+def test_an_error_in_the_middle_of_the_tiles_leaves_every_slot_free(tmp_path, monkeypatch):
+    model, reference = build(), build()
+    with open_wide(tmp_path) as session:
+        session.wrap(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "linear", _fail_at(2, functional.linear))
+            with pytest.raises(RuntimeError, match="in the middle"):
+                model.head(torch.ones(3, WIDTH))
+
+        for _ in range(5):
+            found = model(tokens_of(0))
+
+        torch.testing.assert_close(found, reference(tokens_of(0)), **TOLERANCE)
+
+
+def _fail_at(call, function):
+    calls = itertools.count(1)
+
+    def run(*args):
+        if next(calls) == call:
+            raise RuntimeError("in the middle of the tiles")
+        return function(*args)
+
+    return run
 
 
 def test_an_update_between_forward_and_backward_raises_as_in_torch(tmp_path):

@@ -11,6 +11,7 @@ from parity.oracle import same_bits, sum_of_squares, to_fp32
 from torch import nn
 
 from offload.optim.gradient import Accumulator, StreamedGradient
+from offload.optim.gradient_home import ResidentGradient
 from offload.optim.norm import GradientNorm
 
 U = torch.nn.utils
@@ -34,7 +35,9 @@ def make_pair(dtype):
     streamed = [nn.Parameter(p.detach().clone()) for p in plain]
     for index, (s, p) in enumerate(zip(streamed, plain, strict=True)):
         p.grad = torch.randn(p.shape).to(dtype)
-        s.grad = StreamedGradient(Accumulator(f"p{index}", p.grad.clone(), sums_of_squares))
+        s.grad = StreamedGradient(
+            Accumulator(f"p{index}", ResidentGradient(p.grad.clone()), sums_of_squares)
+        )
     return streamed, plain
 
 
@@ -179,7 +182,9 @@ def test_the_norm_is_formed_in_the_order_of_names_and_blocks():
     streamed = []
     for name, gradient in gradients.items():
         parameter = nn.Parameter(torch.zeros(5000))
-        parameter.grad = StreamedGradient(Accumulator(name, gradient, sums_of_squares))
+        parameter.grad = StreamedGradient(
+            Accumulator(name, ResidentGradient(gradient), sums_of_squares)
+        )
         streamed.append(parameter)
 
     found = U.get_total_norm([p.grad for p in streamed])
@@ -421,7 +426,7 @@ class TestCopies:
 
 class TestAccumulator:
     def test_start_copies_and_drops_what_was_pending(self):
-        accumulator = Accumulator("p", torch.zeros(3), sums_of_squares)
+        accumulator = Accumulator("p", ResidentGradient(torch.zeros(3)), sums_of_squares)
         accumulator.multiply(0.5)
         gradient = torch.ones(3)
 
@@ -432,7 +437,7 @@ class TestAccumulator:
         assert accumulator.memory.tolist() == [1, 1, 1]
 
     def test_a_sparse_gradient_is_made_dense(self):
-        accumulator = Accumulator("p", torch.zeros(4, 2), sums_of_squares)
+        accumulator = Accumulator("p", ResidentGradient(torch.zeros(4, 2)), sums_of_squares)
         weight = nn.Parameter(torch.zeros(4, 2))
         nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True).sum().backward()
         assert weight.grad.is_sparse

@@ -40,9 +40,7 @@ def test_a_cache_shortens_state_both_ways_and_spilled_gradients_are_counted():
         optimizer="storage",
         micro_steps=2,
         cached_state_bytes=100 * MB,
-        gradient_write_bytes=(20 * MB, 20 * MB),
-        gradient_read_bytes=(0, 20 * MB),
-        update_gradient_read_bytes=20 * MB,
+        spilled_gradient_bytes=20 * MB,
     )
 
     assert traffic.read_bytes == (750 + 40) * MB

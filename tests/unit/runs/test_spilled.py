@@ -56,7 +56,7 @@ def test_a_plan_counts_them_and_holds_them_against_the_capacity(tmp_path, monkey
     assert spilled == spilled_bytes(config()) > 0
     assert plan.planned_bytes == plain.planned_bytes + spilled
     short = plan_run(config(**{"tiers.storage.capacity": plan.planned_bytes - 1}))
-    assert "of activations" in short.reasons[0]
+    assert "MiB spilled" in short.reasons[0]
     assert plan_run(config(**{"tiers.storage.capacity": plan.planned_bytes})).fits
 
 

@@ -51,6 +51,7 @@ def test_a_busy_path_shows_its_rate_and_queue(paths):
     assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(400e6)
     assert paths.rates.round_trip_bytes_per_s(1) == pytest.approx(150e6)
     assert paths.rates.queued_bytes(1) == 2 * 10**9 - 300_000_000
+    assert paths.rates.queued_write_bytes(1) == 10**9 - 100_000_000
 
 
 def test_idle_time_does_not_count(paths):
