@@ -446,7 +446,6 @@ class TestAccumulator:
 
         assert accumulator.memory.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
 
-
     def test_an_alias_on_a_device_waits_for_updates_that_read_the_memory(self):
         changed = []
         home = ResidentGradient(torch.zeros(3))
