@@ -21,6 +21,8 @@ class Bound:
 
     step_s: float
     update_s: float
+    passes: tuple[tuple[float, float], ...]
+    """The least times of each micro-step's forward and backward if they carried no update."""
 
 
 def step_bound(
@@ -47,13 +49,14 @@ def step_bound(
             `forward`.
         shares_cores: Whether the passes compute on the cores on which the update does.
     """
-    passes = [
-        _micro_step_s(machine, moved, times)
+    passes = tuple(
+        _passes_s(machine, moved, times)
         for moved, times in zip(traffic.micro_steps, compute, strict=True)
-    ]
+    )
+    passes_s = sum(forward_s + backward_s for forward_s, backward_s in passes)
     if overlap == "none":
         update_s = update_bound_s(machine, traffic, num_parameters=num_parameters)
-        return Bound(step_s=sum(passes) + update_s, update_s=update_s)
+        return Bound(step_s=passes_s + update_s, update_s=update_s, passes=passes)
     carried = _carried_by(
         machine,
         traffic,
@@ -67,7 +70,7 @@ def step_bound(
         ),
         shares_cores=shares_cores,
     )
-    return Bound(step_s=sum(passes) + carried, update_s=carried)
+    return Bound(step_s=passes_s + carried, update_s=carried, passes=passes)
 
 
 def _carried_by(
@@ -123,10 +126,13 @@ def update_bound_s(machine: Machine, traffic: StepTraffic, *, num_parameters: in
     )
 
 
-def _micro_step_s(machine: Machine, moved: MicroStepTraffic, times: ComputeTimes) -> float:
+def _passes_s(
+    machine: Machine, moved: MicroStepTraffic, times: ComputeTimes
+) -> tuple[float, float]:
+    """Returns the least times of one micro-step's forward and backward, without an update."""
     forward_s = machine.transfer_s(read_bytes=moved.forward_read_bytes, write_bytes=0)
     backward_s = _backward_io_s(machine, moved)
-    return max(times.forward_s, forward_s) + max(times.backward_s, backward_s)
+    return max(times.forward_s, forward_s), max(times.backward_s, backward_s)
 
 
 def _backward_io_s(machine: Machine, moved: MicroStepTraffic, *, more_read_bytes: int = 0) -> float:

@@ -13,6 +13,8 @@ class Span:
     duration_s: float
     io_wait_s: float
     """Waits for storage within it."""
+    update_wait_s: float = 0.0
+    """Waits of a pass for updates that ran under it, which are not in `duration_s`."""
 
     @property
     def busy_s(self) -> float:
@@ -42,6 +44,12 @@ class StepTimes:
     @property
     def update_s(self) -> float:
         return sum(span.duration_s for span in self.update)
+
+    @property
+    def own_update_s(self) -> float:
+        """The update's phase without what passes waited for."""
+        waited_s = sum(span.update_wait_s for span in (*self.forward, *self.backward))
+        return max(self.update_s - waited_s, 0.0)
 
     @property
     def other_s(self) -> float:
@@ -113,4 +121,6 @@ class StepClock:
             self._exposed_s += exposed_s
             self._exposed_io_s += exposed_io_s
             duration_s, io_wait_s = duration_s - exposed_s, io_wait_s - exposed_io_s
-        spans.append(Span(duration_s=duration_s, io_wait_s=io_wait_s))
+        else:
+            exposed_s = 0.0
+        spans.append(Span(duration_s=duration_s, io_wait_s=io_wait_s, update_wait_s=exposed_s))

@@ -2,16 +2,17 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from offload.plan.bound import Bound, ComputeTimes, step_bound
+from offload.plan.exposed import ExposedPhases, MeasuredPass, exposed_phases
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
 from offload.runs.loop import StepOutcome
 from offload.runs.metrics import StepMetrics
-from offload.runs.phases import StepTimes
+from offload.runs.phases import Span, StepTimes
 from offload.runs.result import NUM_WARM_UP_STEPS, ratio
 from offload.session import SessionStats
 from offload.storage.stalls import stalls_between
@@ -62,6 +63,7 @@ class StepRecorder:
         times, before, after = facts.times, facts.before, facts.after
         self._note_plain_forwards(times)
         bound = self._bound(times, self.machine)
+        phases = self._phases(times, bound)
         moved = self._moved(facts)
         metrics = StepMetrics(
             step=facts.step,
@@ -71,9 +73,9 @@ class StepRecorder:
             tokens=self.tokens_per_step,
             tokens_per_s=self.tokens_per_step / times.step_s,
             step_s=times.step_s,
-            forward_s=times.forward_s,
-            backward_s=times.backward_s,
-            update_s=times.update_s,
+            forward_s=phases.forward_s,
+            backward_s=phases.backward_s,
+            update_s=phases.update_s,
             other_s=times.other_s,
             io_wait_s=times.io_wait_s,
             read_bytes=moved.read_bytes,
@@ -138,9 +140,32 @@ class StepRecorder:
 
         return raised_to_steps(machine, steps_s, bounds_s)
 
+    def rated(self, machine: Machine | None) -> list[StepMetrics]:
+        """Returns the steps with the phases that the rates of `machine` show."""
+        found = []
+        for step, times, bound in zip(self.steps, self._times, self.bounds(machine), strict=True):
+            phases = self._phases(times, bound)
+            found.append(replace(step, **asdict(phases)))
+        return found
+
     def bounds(self, machine: Machine | None) -> list[Bound | None]:
         """Returns the bounds of each step by the rates of `machine`."""
         return [self._bound(times, machine) for times in self._times]
+
+    def _phases(self, times: StepTimes, bound: Bound | None) -> ExposedPhases:
+        """Returns the phases; without a bound only the waits for updates count as exposed."""
+        if bound is None or self.overlap == "none":
+            return ExposedPhases(
+                forward_s=times.forward_s, backward_s=times.backward_s, update_s=times.update_s
+            )
+        return exposed_phases(
+            bound,
+            overlap=self.overlap,
+            forward=[_measured(span) for span in times.forward],
+            backward=[_measured(span) for span in times.backward],
+            update_s=times.own_update_s,
+            reads_ahead=self.prefetched_bytes > 0,
+        )
 
     def _note_plain_forwards(self, times: StepTimes) -> None:
         """Remembers how long a forward takes under which no update runs."""
@@ -184,6 +209,10 @@ class StepRecorder:
             waited_s = sum(span.busy_s for span in times.update)
             forward_s -= min(max(memory_s - waited_s, 0.0), forward_s)
         return min(forward_s, self._plain_forward_s)
+
+
+def _measured(span: Span) -> MeasuredPass:
+    return MeasuredPass(duration_s=span.duration_s, update_wait_s=span.update_wait_s)
 
 
 def _per_day(num_bytes: int, step_s: float) -> float | None:

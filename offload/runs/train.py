@@ -155,7 +155,7 @@ def _result(
     rate_factor = None
     if machine is not None:
         machine, rate_factor = recorder.raised(machine)
-    medians = StepMedians.of(recorder.steps, recorder.bounds(machine))
+    medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
         run_dir=str(directory.path),
