@@ -54,13 +54,12 @@ def test_one_billion_parameters_train_in_three_gibibytes(run_dir: Path, cgroup: 
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     print(json.dumps(result, indent=1))
-    budget, activations = result["host_budget_bytes"], result["activation_peak_bytes"]
+    budget = result["host_budget_bytes"]
     assert result["parameters"] > 1_100_000_000
     # One step's loss is that of 256 bytes of text; validation's is of the same text each time.
     assert result["validation_loss_after"] < result["validation_loss_before"] - 0.5
     assert budget == 2 << 30
     assert result["host_peak_bytes"] <= budget
-    assert result["rss_peak_bytes"] <= result["rss_baseline_bytes"] + 1.05 * budget + activations
     for direction in ("read", "write"):
         moved = result[f"{direction}_bytes_per_step"]
         assert moved == pytest.approx(result[f"formula_{direction}_bytes_per_step"], rel=0.01)
