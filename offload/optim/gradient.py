@@ -255,8 +255,7 @@ def _run_on_device(
             return value
         if id(value) not in aliased:
             return value.accumulator.read().to(value.device)
-        value.accumulator.apply_scales()
-        copy = value.accumulator.memory.to(value.device)
+        copy = value.accumulator.writable().to(value.device)
         copies[id(copy)] = value, copy
         return copy
 
@@ -272,8 +271,7 @@ def _run_on_device(
 def _host_memory(value: Any) -> Any:
     if not isinstance(value, StreamedGradient):
         return value
-    value.accumulator.apply_scales()
-    return value.accumulator.memory
+    return value.accumulator.writable()
 
 
 def _aliased_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

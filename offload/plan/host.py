@@ -20,9 +20,9 @@ CACHING_BUFFERS = 6
 UNBOUNDED_BYTES = 1 << 62
 """The budget of a run that is all in memory."""
 WORKSPACE_SHARE = 12
-"""A cache, and slots beyond those needed, leave one part in so many of the budget free: workspaces
-and generated code of libraries grow with the model and no budget covers them (40 MiB beside 400
-were measured with torch 2.13 on the CPU, 2026-11-29)."""
+"""A cache, gradients that stay beside spilled ones, and slots beyond those needed leave one part in
+so many of the budget free: workspaces and generated code of libraries grow with the model and no
+budget covers them (40 MiB beside 400 were measured with torch 2.13 on the CPU, 2026-11-29)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,8 @@ def plan_host(
     extra_buffers = min(most - min_buffers, free // buffer_bytes) if buffer_bytes else 0
     free -= extra_buffers * buffer_bytes
     if gradients.spilled:
-        gradients = spill_gradients(layout, gradient_dtype, room_bytes=free)
+        room = max(free - budget_bytes // WORKSPACE_SHARE, 0)
+        gradients = spill_gradients(layout, gradient_dtype, room_bytes=room)
         free -= gradients.resident_bytes
     cached = 0
     if keeps_records and state_buffer:

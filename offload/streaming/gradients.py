@@ -1,7 +1,7 @@
 """Gradients: taken as they appear, kept in the host arena or spilled, shown as `p.grad`."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -9,45 +9,75 @@ from torch import nn
 from offload.devices import Copy, CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import FlatShard, ModelLayout, PlacedParameter
-from offload.memory import SlotPool, storage_over
+from offload.memory import storage_over
 from offload.optim.gradient import Accumulator, StreamedGradient, SumsOfSquares
 from offload.optim.gradient_home import GradientHome, ResidentGradient
+from offload.optim.kernels import Kernels
 from offload.plan.gradients import GradientPlan, gradient_bytes, gradient_dtype_of
 from offload.storage.spill import Spill
+from offload.streaming.host_memory import HostMemory
 from offload.streaming.spilled_gradients import SpilledGradients
 
 
-def open_spilled(
+def open_gradients(
     layout: ModelLayout,
     parameters: Mapping[str, nn.Parameter],
-    plan: GradientPlan,
     *,
-    slots: SlotPool[memoryview] | None,
+    plan: GradientPlan,
+    memory: HostMemory,
+    device: Device,
+    kernels: Kernels,
     make_spill: Callable[[int], Spill] | None,
-    sums_of_squares: SumsOfSquares,
-) -> SpilledGradients | None:
-    """Returns the gradients that do not stay in memory, None where all do.
+    before_write: Callable[[str], None],
+    on_arrival: Callable[[str], None],
+) -> "Gradients":
+    """Makes the accumulators of a model; see `Gradients`.
+
+    Args:
+        layout: Of the model.
+        parameters: By name.
+        plan: Which gradients stay in memory.
+        memory: As planned.
+        device: Where gradients appear.
+        kernels: For norms.
+        make_spill: Gives spill files for pieces of so many bytes; needed where any are spilled.
+        before_write: Called with a parameter's name before its gradient changes.
+        on_arrival: Called with a parameter's name when autograd has accumulated its gradient.
 
     Raises:
-        StorageError: Their files can't be made.
+        StorageError: The spill files can't be made.
     """
-    if slots is None:
-        return None
-    assert make_spill is not None, "gradients are spilled only where there is a store"
-    spill = make_spill(plan.place_bytes)
-    spill.open()
+
+    def sums_of_squares(gradients: Sequence[torch.Tensor], scales: Sequence[float]) -> list[float]:
+        return kernels.sums_of_squares(gradients, scales=scales)
 
     def is_shown(shard: FlatShard) -> bool:
         names = (placed.facts.name for placed in shard.parameters)
         return any(isinstance(parameters[name].grad, StreamedGradient) for name in names)
 
-    return SpilledGradients(
+    spilled = None
+    if memory.gradient_slots is not None:
+        assert make_spill is not None, "gradients are spilled only where there is a store"
+        spill = make_spill(plan.place_bytes)
+        spill.open()
+        spilled = SpilledGradients(
+            layout,
+            plan,
+            slots=memory.gradient_slots,
+            spill=spill,
+            sums_of_squares=sums_of_squares,
+            is_live=is_shown,
+        )
+    return Gradients(
         layout,
-        plan,
-        slots=slots,
-        spill=spill,
+        parameters,
+        region=memory.gradients,
+        dtype=plan.dtype,
+        device=device,
         sums_of_squares=sums_of_squares,
-        is_live=is_shown,
+        before_write=before_write,
+        on_arrival=on_arrival,
+        spilled=spilled,
     )
 
 

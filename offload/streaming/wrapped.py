@@ -34,7 +34,7 @@ from offload.streaming.counters import ModelCounters
 from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
-from offload.streaming.gradients import Gradients, open_spilled
+from offload.streaming.gradients import Gradients, open_gradients
 from offload.streaming.host_memory import HostMemory
 from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.residency import Residency
@@ -385,31 +385,19 @@ class WrappedModel:
             self.device.register_host(memory.whole)
             self._device_memory = DeviceMemory(self.device_plan, self.device, device_budget)
         if options.is_training:
-            self._gradients = Gradients(
+            self._gradients = open_gradients(
                 self.layout,
                 self._parameters,
-                region=memory.gradients,
-                dtype=options.gradient_dtype,
+                plan=self.plan.gradients,
+                memory=memory,
                 device=self.device,
-                sums_of_squares=self._sums_of_squares,
-                spilled=open_spilled(
-                    self.layout,
-                    self._parameters,
-                    self.plan.gradients,
-                    slots=memory.gradient_slots,
-                    make_spill=self._make_spill,
-                    sums_of_squares=self._sums_of_squares,
-                ),
+                kernels=self._kernels,
+                make_spill=self._make_spill,
                 before_write=self._before_gradient_changes,
                 on_arrival=self._on_gradient,
             )
             self.counters.spilled = self._gradients.spilled
         self._lay_out_state()
-
-    def _sums_of_squares(
-        self, gradients: Sequence[torch.Tensor], scales: Sequence[float]
-    ) -> list[float]:
-        return self._kernels.sums_of_squares(gradients, scales=scales)
 
     def _lay_out_state(self) -> None:
         options, memory = self.options, self._memory

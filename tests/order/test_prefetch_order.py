@@ -5,15 +5,17 @@ nothing asks for the weight of unit 0. An event names what is asked of the tier 
 `fetch N` (needed now), `prefetch N` (ahead of use), `evict N`, `write N`; `use N` is a call.
 """
 
+import contextlib
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from offload.devices import make_device
 from offload.errors import BudgetError
 from offload.layout import UnitFacts, build_layout
-from offload.memory import Arena, Budget, SlotPool, memory_of
+from offload.memory import Budget, SlotPool, memory_of
 from offload.streaming.discovery import discover_units
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
@@ -22,21 +24,23 @@ from offload.streaming.unit import StreamedUnit
 WIDTH = 64
 
 
-class Done:
-    """A transfer that is complete at once."""
-
-    def wait(self):
-        pass
-
-    def done(self):
-        return True
+@pytest.fixture(params=["cpu", "emulated"], autouse=True)
+def device(request, monkeypatch):
+    """Every list holds on both; what is not yet there, or no longer, is read by nobody."""
+    device = make_device(request.param)
+    device.open()
+    monkeypatch.setattr(Harness, "device", device)
+    with device.checking() if request.param == "emulated" else contextlib.nullcontext():
+        yield device
+    device.close()
 
 
 class FakeTier:
-    """Keeps units in memory and notes what is read, in order."""
+    """Keeps units in memory and notes what is read, in order; a copy is complete at once."""
 
-    def __init__(self, events):
+    def __init__(self, events, device):
         self.events = events
+        self.device = device
         self.stored = {}
 
     def can_prefetch(self):
@@ -50,8 +54,9 @@ class FakeTier:
 
     def start_read(self, unit, into, *, is_prefetch):
         self.events.append(f"{'prefetch' if is_prefetch else 'fetch'} {unit.name}")
-        memory_of(into)[:] = self.stored[unit.name]
-        return [Done()]
+        copy = self.device.copy_in(memoryview(self.stored[unit.name]), into)
+        copy.synchronize()
+        return [copy]
 
     def write(self, unit, source):
         self.events.append(f"write {unit.name}")
@@ -79,20 +84,21 @@ class Chain(nn.Module):
 class Harness:
     """A chain over a fake tier, and the events of what it does."""
 
+    device = None
+
     def __init__(self, *, slots, distance=2, layers=4):
         torch.manual_seed(0)
         self.events = []
         self.model = Chain(layers)
-        tier = FakeTier(self.events)
+        tier = FakeTier(self.events, self.device)
         discovered = discover_units(self.model)
         for unit in discovered.units:
             unit.facts = UnitFacts(name=unit.facts.name[-1], parameters=unit.facts.parameters)
         layout = build_layout([u.facts for u in discovered.units], codec="split")
         slot_bytes = layout.units[0].num_bytes
-        arena = Arena(slots * slot_bytes)
-        arena.open()
+        memory = self.device.allocate(slots * slot_bytes)
         budget = Budget(slots * slot_bytes, tier="host")
-        self.pool = SlotPool(arena.whole(), slot_bytes=slot_bytes, budget=budget, purpose="slots")
+        self.pool = SlotPool(memory, slot_bytes=slot_bytes, budget=budget, purpose="slots")
         parameters = {n: p for u in discovered.units for n, p in u.parameters.items()}
         units = [StreamedUnit(unit, i, parameters) for i, unit in enumerate(layout.units)]
         for unit in units:
@@ -110,6 +116,7 @@ class Harness:
             tier=tier,
             prefetch_distance=distance,
             on_edit=lambda unit, names: None,
+            device=self.device,
         )
         self.streamed = StreamedModel(self.model, discovered, self.residency)
         self.streamed.open()

@@ -151,6 +151,33 @@ def test_wide_weights_train_as_the_plain_model_within_a_budget_that_holds_none(
     assert caplog.text.count("computed in pieces") == num_weights
 
 
+class ManyHeads(Wide):
+    """Four wide weights, whose gradients together are 1,040 KiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
+
+    def forward(self, tokens):
+        outputs = super().forward(tokens)
+        x = torch.tanh(self.tokens(tokens))
+        return sum((head(x) for head in self.more), outputs)
+
+
+def test_gradients_of_wide_weights_are_spilled_where_the_budget_holds_not_all(tmp_path):
+    torch.manual_seed(5)
+    model = ManyHeads()
+    reference = copy.deepcopy(model)
+    with open_wide(tmp_path, budget_bytes=960 * KIB) as session:
+        session.wrap(model)
+
+        with in_order(session):
+            train_near(session, model, reference)
+
+        require_near(model, reference)
+        assert session.stats().host_peak_bytes <= 960 * KIB
+
+
 def test_updates_under_a_forward_are_read_by_its_tiles(tmp_path):
     _train_under(tmp_path, "forward")
 

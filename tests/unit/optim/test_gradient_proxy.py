@@ -446,6 +446,17 @@ class TestAccumulator:
 
         assert accumulator.memory.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
 
+    def test_an_alias_on_a_device_waits_for_updates_that_read_the_memory(self):
+        changed = []
+        home = ResidentGradient(torch.zeros(3))
+        accumulator = Accumulator(
+            "p", home, sums_of_squares, changed.append, device=torch.device("meta")
+        )
+
+        StreamedGradient(accumulator).view(3, 1)
+
+        assert changed == ["p"]
+
 
 def test_a_norm_that_is_moved_to_a_device_keeps_its_sums(pair):
     streamed, _ = pair
