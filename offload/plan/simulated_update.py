@@ -106,7 +106,7 @@ class SimulatedUpdate:
         writing: list[_InFlight] = []
         while waiting or reading or writing:
             writing = [current for current in writing if not current.moved.is_done]
-            self._read_ahead(waiting, reading)
+            self._read_ahead(waiting, reading, ready)
             current = self._next(reading, ready)
             if current is not None:
                 yield self._kernels.serve(self._pass_s(current))
@@ -149,7 +149,9 @@ class SimulatedUpdate:
         moved += sum(piece.num_bytes * (1 + piece.is_read) for piece in record.pieces)
         return self._kernel_s(record, moved + record.spilled_bytes)
 
-    def _read_ahead(self, waiting: deque[int], reading: list[_InFlight]) -> None:
+    def _read_ahead(
+        self, waiting: deque[int], reading: list[_InFlight], ready: Callable[[int], Ticket]
+    ) -> None:
         """Starts reading the next records while there is room for them."""
         while waiting and not self._is_full(self._num_reading):
             current = self._try_lease(waiting[0])
@@ -160,7 +162,7 @@ class SimulatedUpdate:
             waiting.popleft()
             reading.append(current)
             self._num_reading += 1
-            current.moved = all_of(self._reads(current))
+            current.moved = all_of(self._reads(current, ready))
             current.moved.on_done(self._on_read)
 
     def _try_lease(self, index: int) -> _InFlight | None:
@@ -181,7 +183,7 @@ class SimulatedUpdate:
             holds_parameters=record.has_parameters,
         )
 
-    def _reads(self, current: _InFlight) -> list[Ticket]:
+    def _reads(self, current: _InFlight, ready: Callable[[int], Ticket]) -> list[Ticket]:
         index, record, store = current.index, self._records[current.index], self._store
         tickets: list[Ticket] = []
         if record.state_bytes and not current.is_hit:
@@ -190,8 +192,12 @@ class SimulatedUpdate:
             if piece.is_read and piece.num_bytes:
                 tickets += store.read(piece_key(index, piece))
         if record.spilled_bytes:
-            tickets += store.read(spill_key(index))
+            tickets.append(self._clock.spawn(self._read_gradients(index, ready(index))))
         return tickets
+
+    def _read_gradients(self, index: int, complete: Ticket) -> Process:
+        yield complete  # until then they are not all there
+        yield self._store.read(spill_key(index))
 
     def _start_write(self, current: _InFlight, *, is_kept: bool) -> None:
         record, index = self._records[current.index], current.index

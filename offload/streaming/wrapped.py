@@ -365,8 +365,9 @@ class WrappedModel:
         ):
             raise ConfigError(
                 f"cannot make an optimizer with update rule `{rule}`: its state does not fit the "
-                f"memory that was planned for `{self.layout.rule}`; name the optimizer when the "
-                f"session is made, such as `Session(optimizer=...)`"
+                f"memory that was planned for `{self.layout.rule}`; say when the session is made what "
+                "it will be, such as `Session(optimizer=...)`, and with momentum as "
+                '`Session({"optimizer": {"name": "sgd", "momentum": 0.9}})`'
             )
         before, self.layout = self._state, layout
         self._lay_out_state()

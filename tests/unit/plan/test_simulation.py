@@ -154,7 +154,8 @@ def test_what_memory_keeps_is_updated_at_the_step_and_not_under_backward():
     assert kept.update_s == pytest.approx(kernel_s, rel=0.01)
 
 
-def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back():
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(overlap):
     spilled = work("host", micro_steps=2)
     spilled = replace(
         spilled,
@@ -162,8 +163,9 @@ def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(
     )
     simulated = SimulatedMachine(rates=machine(HALF))
 
-    step = simulate(spilled, simulated, policy())
-    plain = simulate(work("host", micro_steps=2), simulated, policy())
+    chosen = policy(overlap=resolve_overlap(overlap))
+    step = simulate(spilled, simulated, chosen)
+    plain = simulate(work("host", micro_steps=2), simulated, chosen)
 
     extra = len(spilled.records) << 20
     assert step.write_bytes - plain.write_bytes == 2 * extra
