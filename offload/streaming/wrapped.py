@@ -365,8 +365,8 @@ class WrappedModel:
         ):
             raise ConfigError(
                 f"cannot make an optimizer with update rule `{rule}`: its state does not fit the "
-                f"memory that was planned for `{self.layout.rule}`; say when the session is made what "
-                "it will be, such as `Session(optimizer=...)`, and with momentum as "
+                f"memory that was planned for `{self.layout.rule}`; say what it will be "
+                "when the session is made, such as `Session(optimizer=...)`, and with momentum as "
                 '`Session({"optimizer": {"name": "sgd", "momentum": 0.9}})`'
             )
         before, self.layout = self._state, layout
