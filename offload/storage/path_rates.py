@@ -25,7 +25,7 @@ from typing import Protocol
 from offload.sizes import MIB
 
 _LEAST_MEMORY_BYTES = 64 * MIB
-_STALL_MEMORY_S = 5.0
+_STALL_MEMORY_S = 10.0
 """What was measured is forgotten after this much busy time too, so that a path that stands still
 falls back."""
 _CLEARLY_FASTER = 2.0
@@ -62,7 +62,7 @@ class PathRates:
         Args:
             counters: Gives the counters of each path since its engine was opened.
             live_bytes: What a path holds: in a step about as much goes in, and out again. After
-                so many bytes what was measured before counts for 1/e.
+                such a step what was measured before counts for 1/e.
             clock_s: Monotonic seconds.
         """
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class PathRates:
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         for index, path in enumerate(self._paths):
-            memory_bytes = max(self._live_bytes(index), _LEAST_MEMORY_BYTES)
+            memory_bytes = max(2 * self._live_bytes(index), _LEAST_MEMORY_BYTES)
             path.look(elapsed_s, memory_bytes=memory_bytes)
 
 
