@@ -40,12 +40,8 @@ class Transfer(Protocol):
 class StoredGradients(Protocol):
     """Gradients that do not stay in memory until the update."""
 
-    def has(self, subgroup: Subgroup) -> bool:
-        """Whether gradients of a subgroup are on storage."""
-        ...
-
     def start_reading(self, subgroup: Subgroup, into: memoryview) -> Transfer:
-        """Starts reading the gradients of a subgroup, which are on storage."""
+        """Starts reading the gradients of a subgroup."""
         ...
 
 

@@ -379,7 +379,7 @@ class _Run:
         for subgroup in current.record.subgroups:
             memory = buffer.gradients.get(subgroup.name)
             names = {p.facts.name for p in self._state.layout.parameters_in(subgroup)}
-            if memory is not None and spilled.has(subgroup) and names & self._job.updates.keys():
+            if memory is not None and names & self._job.updates.keys():
                 current.tickets.append(spilled.start_reading(subgroup, memory))
                 self._pipeline.read_bytes += len(memory)
 

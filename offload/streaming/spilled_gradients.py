@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, OffloadError, StoreError
 from offload.layout import DTYPES, FlatShard, ModelLayout, PlacedParameter, Subgroup
 from offload.memory import Slot, SlotPool, storage_over
 from offload.optim.gradient import SumsOfSquares
@@ -148,15 +148,19 @@ class SpilledGradients:
             for shard in present:
                 self._end_leaving(shard)
 
-    def has(self, subgroup: Subgroup) -> bool:
-        """Whether gradients of a subgroup are on storage."""
-        shard = self._subgroups.get(subgroup.name)
-        return shard is not None and subgroup.name in shard.places
-
     def start_reading(self, subgroup: Subgroup, into: memoryview) -> "SpilledRead":
-        """Starts reading the gradients of a subgroup, which are on storage."""
+        """Starts reading the gradients of a subgroup.
+
+        Raises:
+            StoreError: They are not on storage.
+        """
         with self._lock:
-            place = self._subgroups[subgroup.name].places[subgroup.name]
+            place = self._subgroups[subgroup.name].places.get(subgroup.name)
+            if place is None:
+                raise StoreError(
+                    f"cannot update `{subgroup.name}`: expected its gradients on storage, found "
+                    "none, since writing them failed; call `zero_grad()` and repeat the step"
+                )
             return SpilledRead(self.spill, place, into, is_needed=False)
 
     def close(self) -> None:
@@ -171,8 +175,7 @@ class SpilledGradients:
         self._end_leaving(shard)
         self._present.pop(shard.facts.name, None)
         if shard.slot is None:
-            shard.slot = self._lease()
-            self._fetch(shard, shard.slot)
+            shard.slot = self._fetch(shard, self._lease())
         self._present[shard.facts.name] = shard
         if shard.flat is None:
             num_bytes = shard.facts.num_elements * DTYPES[shard.dtype].itemsize
@@ -186,12 +189,18 @@ class SpilledGradients:
     def _on_death(self, shard: _Shard) -> None:
         shard.num_storages -= 1
 
-    def _fetch(self, shard: _Shard, slot: Slot[memoryview]) -> None:
+    def _fetch(self, shard: _Shard, slot: Slot[memoryview]) -> Slot[memoryview]:
+        """Fills a slot, which is free again where that fails."""
         reads = [
             SpilledRead(self.spill, place, slot.memory[shard.pieces[name]], is_needed=True)
             for name, place in shard.places.items()
         ]
-        self._wait(reads)
+        try:
+            self._wait(reads)
+        except BaseException:
+            self._slots.release(slot)
+            raise
+        return slot
 
     def _lease(self) -> Slot[memoryview]:
         """Returns a free slot, and lets all who have one begin to leave theirs."""
@@ -231,12 +240,12 @@ class SpilledGradients:
         is_held = shard.num_storages > 0
         if shard.slot is None or (is_held and not is_kept):
             return False
-        if shard.is_dirty and not shard.leaving:
+        if shard.is_dirty:
+            self._end_leaving(shard)
             self._take_sums(shard, shard.slot.memory)
             self._release_places(shard)
             for subgroup in shard.subgroups:
-                piece = shard.pieces[subgroup.name]
-                memory = shard.slot.memory[piece]
+                memory = shard.slot.memory[shard.pieces[subgroup.name]]
                 place, ticket = self.spill.write(memory, num_bytes=len(memory))
                 shard.places[subgroup.name] = place
                 shard.leaving.append(ticket)
@@ -245,13 +254,24 @@ class SpilledGradients:
 
     def _end_leaving(self, shard: _Shard) -> None:
         tickets, shard.leaving = shard.leaving, []
-        self._wait(tickets)
+        try:
+            self._wait(tickets)
+        except BaseException:
+            shard.is_dirty = True
+            raise
 
     def _wait(self, tickets: Sequence["PathTicket | SpilledRead"]) -> None:
+        """Waits for all, also where one has failed: they use the slot's memory."""
         started_s = time.perf_counter()
+        error: OffloadError | None = None
         for ticket in tickets:
-            ticket.wait()
+            try:
+                ticket.wait()
+            except OffloadError as found:
+                error = error or found
         self.wait_s += time.perf_counter() - started_s if tickets else 0.0
+        if error is not None:
+            raise error
 
     def _take_sums(self, shard: _Shard, memory: memoryview) -> None:
         if not self._takes_sums:

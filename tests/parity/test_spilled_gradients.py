@@ -7,6 +7,8 @@ from parity.oracle import Reference, same_bits
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 
+from offload.errors import StorageError
+
 STORED = [placement for placement in PLACEMENTS if "storage" in placement]
 
 
@@ -124,3 +126,40 @@ def test_a_view_of_a_gradient_keeps_its_slot(tmp_path):
             parameter.grad.sum()
 
         assert torch.equal(view, expected)
+
+
+def fail_once(monkeypatch, owner, method, error, *, after):
+    """Lets the call number `after` of a method fail, from 0; no other."""
+    calls, real = [], getattr(owner, method)
+
+    def run(*arguments, **options):
+        calls.append(None)
+        if len(calls) == after + 1:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, method, run)
+
+
+def write_each_twice(model):
+    for parameter in [*model.parameters()] * 2:
+        parameter.grad.view(-1)[:1].add_(0)
+
+
+@pytest.mark.parametrize("method", ["check", "write"])
+def test_a_transfer_that_failed_leaves_no_wrong_number(tmp_path, monkeypatch, method):
+    plain = make()
+    loss_of(plain, 0).backward()
+
+    with open_spilling(tmp_path) as session:
+        model = session.wrap(make())
+        session.AdamW(model.parameters(), **OPTIONS)
+        loss_of(model, 0).backward()
+        spill = session._wrapped.counters.spilled.spill
+        error = StorageError("cannot move: no")
+        fail_once(monkeypatch, spill, method, error, after=1)
+        with pytest.raises(StorageError, match="cannot move"):
+            write_each_twice(model)
+
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert same_bits(p.grad.clone(), q.grad), name
