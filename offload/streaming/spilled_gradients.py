@@ -7,6 +7,7 @@ next micro-step and whoever looks at `p.grad` bring them back; the update reads 
 record by record. Their sums of squares are taken on the way out, so that clipping reads nothing.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -191,13 +192,15 @@ class SpilledGradients:
 
     def _fetch(self, shard: _Shard, slot: Slot[memoryview]) -> Slot[memoryview]:
         """Fills a slot, which is free again where that fails."""
-        reads = [
-            SpilledRead(self.spill, place, slot.memory[shard.pieces[name]], is_needed=True)
-            for name, place in shard.places.items()
-        ]
+        reads: list[SpilledRead] = []
         try:
+            for name, place in shard.places.items():
+                memory = slot.memory[shard.pieces[name]]
+                reads.append(SpilledRead(self.spill, place, memory, is_needed=True))
             self._wait(reads)
         except BaseException:
+            with contextlib.suppress(OffloadError):  # the first error is on its way
+                self._wait(reads)
             self._slots.release(slot)
             raise
         return slot
