@@ -285,7 +285,8 @@ class _PendingRecords:
         self._needed.discard(number)
         return number
 
-    def peek(self) -> Record | None:
+    def peek(self, *, besides: Container[str] = ()) -> Record | None:
+        del besides  # who waits for a record says which comes next
         with self._lock:
             if not self._waiting:
                 return None

@@ -44,8 +44,12 @@ _PRIORITY = Priority.WRITE_BACK
 class RecordSource(Protocol):
     """Says which record comes next. May change its mind until a record is taken."""
 
-    def peek(self) -> Record | None:
-        """Returns the record whose reading begins next; None if there is no more."""
+    def peek(self, *, besides: Container[str] = ()) -> Record | None:
+        """Returns the record whose reading begins next; None if there is no more.
+
+        Args:
+            besides: Names of records that had better wait, where the order allows it.
+        """
         ...
 
     def take(self, record: Record) -> None:
@@ -67,8 +71,11 @@ class InOrder:
     def __init__(self, records: Iterable[Record]) -> None:
         self._records = deque(records)
 
-    def peek(self) -> Record | None:
-        return self._records[0] if self._records else None
+    def peek(self, *, besides: Container[str] = ()) -> Record | None:
+        first = self._records[0] if self._records else None
+        if first is None or first.name not in besides:
+            return first
+        return next((record for record in self._records if record.name not in besides), first)
 
     def take(self, record: Record) -> None:
         if record is self._records[0]:
@@ -354,7 +361,7 @@ class _Run:
 
     def _read_ahead(self) -> None:
         """Starts reading the next records, as long as there are free buffers."""
-        while (record := self._job.source.peek()) is not None:
+        while (record := self._next()) is not None:
             buffer: RecordBuffer | None = None
             is_hit = record.name in self._window.cached
             if not self._window.is_empty:
@@ -371,6 +378,14 @@ class _Run:
             self._read_parameters(current)
             self._read_gradients(current)
             self._pipeline.watch(current)
+
+    def _next(self) -> Record | None:
+        """Returns what is read next: what is in memory must not keep reads waiting."""
+        source, cached = self._job.source, self._window.cached
+        record = source.peek()
+        if record is None or record.name not in cached or not self._window.is_left_for_reads:
+            return record
+        return source.peek(besides=cached)
 
     def _read_gradients(self, current: _InFlight) -> None:
         spilled, buffer = self._state.spilled, current.buffer
@@ -462,18 +477,19 @@ class _Run:
 
     def _write_back_left_out(self) -> None:
         """Starts writing cached records that this step neither updates nor keeps."""
-        store, cached = self._state.store, self._window.cached
+        store = self._state.store
         for record in self._state.layout.records:
             if record.name in self._job.touched or record.name in self._job.kept:
                 continue
-            state, slot = self._window.cached_state(record), cached.pop(record.name, None)
-            if state is None or slot is None or store is None:
+            buffer = self._window.take_cached(record)
+            if buffer is None:
                 continue
-            buffer = RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
+            assert buffer.state is not None
+            assert store is not None
             self._writing.append(_InFlight(record=record, buffer=buffer))
             if state_key(record) in self._state.dirty:
                 self._state.dirty.discard(state_key(record))
-                ticket = store.write(state_key(record), state, num_bytes=record.num_bytes)
+                ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
                 self._writing[-1].tickets.append(ticket)
                 self._pipeline.watch(self._writing[-1])
 

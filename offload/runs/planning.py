@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
-from offload.layout import ModelLayout, build_layout
+from offload.layout import RECORD_ELEMENTS, ModelLayout, build_layout
 from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
@@ -29,6 +29,7 @@ from offload.plan.traffic import (
     kept_for_backward_bytes,
     step_traffic,
 )
+from offload.plan.window import WINDOW_BYTES, choose_record_elements, window_bytes_for
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.spilled import spilled_bytes
@@ -48,6 +49,7 @@ def plan_run(
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
     model: nn.Module | None = None,
+    record_elements: int | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -56,18 +58,22 @@ def plan_run(
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
         model: The run's, without values; None: it is built now.
+        record_elements: Of the store that is gone on with; None: what suits the budget.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
+    directories = existing_directories(config, stores)
+    known = read_profile() if profile is None else profile
+    config = _with_window(config, directories, known)
     discovered, layout = _units_of(
-        config, build_meta_model(config.model) if model is None else model
+        config,
+        build_meta_model(config.model) if model is None else model,
+        record_elements=record_elements,
     )
     host = _plan_host(config, layout, discovered) if config.offload else None
-    directories = existing_directories(config, stores)
     spilled = spilled_bytes(config)
-    known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
         host=host,
@@ -99,7 +105,16 @@ def plan_run(
     )
 
 
-def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelLayout]:
+def _with_window(config: Config, directories: Sequence[Path], profile: MachineProfile) -> Config:
+    host, tiers = config.tiers.host, config.tiers
+    window_bytes = window_bytes_for(host.window, directories, profile)
+    host = host.model_copy(update={"window": window_bytes})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"host": host})})
+
+
+def _units_of(
+    config: Config, model: nn.Module, *, record_elements: int | None
+) -> tuple[DiscoveredModel, ModelLayout]:
     """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
 
     Raises:
@@ -108,12 +123,24 @@ def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelL
 
     def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
         discovered = discover_units(model, UnitRules.of(config.units), wide=wide)
-        return discovered, build_layout(
-            [unit.facts for unit in discovered.units],
-            codec=config.optimizer.codec,
-            rule=config.optimizer.rule,
-            whole=whole_matrices(discovered, config.optimizer.whole_patterns),
-        )
+
+        def layout_with(elements: int) -> ModelLayout:
+            return build_layout(
+                [unit.facts for unit in discovered.units],
+                codec=config.optimizer.codec,
+                record_elements=elements,
+                rule=config.optimizer.rule,
+                whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+            )
+
+        def plan_with(elements: int) -> tuple[ModelLayout, HostPlan]:
+            layout = layout_with(elements)
+            return layout, _plan_host(config, layout, discovered)
+
+        elements = record_elements
+        if elements is None:
+            elements = choose_record_elements(plan_with) if config.offload else RECORD_ELEMENTS
+        return discovered, layout_with(elements)
 
     def plans(wide: frozenset[str]) -> list[HostPlan | DevicePlan]:
         discovered, layout = lay_out(wide)
@@ -259,6 +286,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
             threshold_bytes=config.activations.threshold,
         ),
         tiled=discovered.wide_names,
+        window_bytes=config.tiers.host.window or WINDOW_BYTES,
         spills_gradients=may_spill(
             config.policy.parameters, config.policy.optimizer, overlap=config.policy.overlap
         ),

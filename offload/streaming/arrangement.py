@@ -9,6 +9,7 @@ from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
 from offload.plan.tiles import choose_wide
+from offload.plan.window import choose_record_elements
 from offload.sizes import format_size
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.model_layout import lay_out
@@ -57,7 +58,6 @@ def arrange(
     def try_with(wide: frozenset[str]) -> Arrangement:
         discovered = discover_units(model, options.units, wide=wide)
         discovered.prefix_units(prefix)
-        layout = lay_out(discovered, options, stored=stored)
         planner = Planner(
             options=options,
             co_resident_units=discovered.co_resident_units,
@@ -65,11 +65,18 @@ def arrange(
             is_unified=is_unified,
             tiled=discovered.wide_names,
         )
+
+        def plan_with(record_elements: int) -> tuple[ModelLayout, HostPlan]:
+            layout = lay_out(discovered, options, stored=stored, record_elements=record_elements)
+            return layout, planner.host(layout)
+
+        elements = choose_record_elements(plan_with) if stored is None else stored.record_elements
+        layout, host = plan_with(elements)
         return Arrangement(
             discovered=discovered,
             layout=layout,
             planner=planner,
-            host=planner.host(layout),
+            host=host,
             device=planner.device(layout),
         )
 
