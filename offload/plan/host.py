@@ -9,7 +9,7 @@ from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
 from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
 from offload.plan.tiles import slot_bytes_of
-from offload.plan.window import WINDOW_BYTES, WindowCut, cut_window
+from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
 from offload.sizes import format_size
 
 Placement = Literal["host", "storage"]
@@ -174,27 +174,23 @@ def plan_host(
     extra_slots = min(prefetch_distance, free // slot_bytes) if slot_bytes else 0
     free += buffer_bytes - extra_slots * slot_bytes
 
-    def cut(*, has_cache: bool) -> WindowCut:
-        return cut_window(
-            min(window_bytes, free),
-            state_bytes=state_buffer,
-            beside_bytes=buffer_bytes - state_buffer,
-            num_records=len(layout.records),
-            has_cache=has_cache,
-        )
-
+    beside_bytes = buffer_bytes - state_buffer
+    sizes = {
+        "state_bytes": state_buffer,
+        "beside_bytes": beside_bytes,
+        "num_records": len(layout.records),
+    }
     workspace = budget_bytes // WORKSPACE_SHARE
-    window = cut(has_cache=False)
+    window = cut_window(min(window_bytes, free), **sizes)
+    if keeps_records and state_buffer:
+        window = cut_window_beside_cache(window_bytes, free_bytes=free, **sizes)
     left = free - window.num_bytes
     if gradients.spilled:
         room = max(left - workspace, 0)
         gradients = spill_gradients(layout, gradient_dtype, room_bytes=room)
         left -= gradients.resident_bytes
     cached = 0
-    if keeps_records and state_buffer and left - workspace >= state_buffer:
-        left += window.num_bytes
-        window = cut(has_cache=True)
-        left -= window.num_bytes
+    if keeps_records and state_buffer:
         cached = min(len(layout.records), max(left - workspace, 0) // state_buffer)
     if (
         slot_bytes and is_unified and budget_bytes < UNBOUNDED_BYTES

@@ -17,7 +17,7 @@ from offload.layout.model import RECORD_ELEMENTS
 from offload.plan.host import HostPlan, Placement, plan_host
 from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedPolicy
-from offload.plan.window import WINDOW_BYTES, cut_window
+from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
 from offload.plan.work import PassTimes, StepWork, work_of
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
 from offload.sizes import MIB, round_up
@@ -211,13 +211,16 @@ def _host_plan(run: ScenarioRun, layout: ModelLayout, parameters: Placement) -> 
         prefetch_distance=run.policy.prefetch,
     )
     num_cached = _given_cache(run, free.state_buffer_bytes, len(layout.records))
-    window = cut_window(
-        _window_bytes(layout),
-        state_bytes=free.state_buffer_bytes,
-        beside_bytes=free.beside_buffer_bytes,
-        num_records=len(layout.records),
-        has_cache=num_cached > 0,
-    )
+    sizes = {
+        "state_bytes": free.state_buffer_bytes,
+        "beside_bytes": free.beside_buffer_bytes,
+        "num_records": len(layout.records),
+    }
+    window_bytes = _window_bytes(layout)
+    if num_cached:
+        window = cut_window_beside_cache(window_bytes, free_bytes=4 * window_bytes, **sizes)
+    else:
+        window = cut_window(window_bytes, **sizes)
     plan = replace(
         free,
         num_cached=num_cached,

@@ -1,11 +1,9 @@
-"""The window of updates in bytes: how many records it has, and how large these are."""
+"""The window of updates: how many records are in so many bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from offload.layout import RECORD_ELEMENTS, ModelLayout
 from offload.plan.machine_profile import MachineProfile
 from offload.sizes import MIB
 
@@ -21,10 +19,6 @@ bring their own."""
 LEFT_FOR_READS = 3
 """One place in so many is left for records that have to be read: of orders that begin with what is
 in memory, simulated on full duplex paths, a third was best or next to it."""
-_BLOCK_ELEMENTS = MIB // 2
-"""A subgroup whose bf16 parameters fill a block of storage: smaller ones waste part of it."""
-SIZES = tuple(RECORD_ELEMENTS >> shift for shift in range(5))
-"""Elements of records that are tried, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,7 @@ class WindowCut:
 
 
 def cut_window(
-    window_bytes: int, *, state_bytes: int, beside_bytes: int, num_records: int, has_cache: bool
+    window_bytes: int, *, state_bytes: int, beside_bytes: int, num_records: int
 ) -> WindowCut:
     """Returns how many records a window of `window_bytes` holds, at least one.
 
@@ -49,19 +43,35 @@ def cut_window(
         state_bytes: Of the largest record's state, where it lives on storage.
         beside_bytes: Of its parameters and gradients there.
         num_records: Of the model: more are never in the window.
-        has_cache: Whether memory keeps records. Such a record takes a place and no buffer.
     """
     if not state_bytes + beside_bytes or not num_records:
         return WindowCut(num_buffers=0, num_places=0, num_bytes=0)
-    plain = window_bytes // (state_bytes + beside_bytes)
-    buffers = places = max(min(plain, num_records), 1)
-    if has_cache and state_bytes:
-        shared = window_bytes // (state_bytes + HITS_TO_BUFFERS * beside_bytes)
-        buffers = max(min(max(shared, min(plain, 2)), num_records), 1)
-        places = HITS_TO_BUFFERS * buffers
-        if beside_bytes:
-            places = min(places, (window_bytes - buffers * state_bytes) // beside_bytes)
-        places = max(min(places, num_records), buffers)
+    count = max(min(window_bytes // (state_bytes + beside_bytes), num_records), 1)
+    num_bytes = (state_bytes + beside_bytes) * count
+    return WindowCut(num_buffers=count, num_places=count, num_bytes=num_bytes)
+
+
+def cut_window_beside_cache(
+    window_bytes: int, *, free_bytes: int, state_bytes: int, beside_bytes: int, num_records: int
+) -> WindowCut:
+    """Returns as `cut_window` how records are cut where memory keeps some of them.
+
+    Args:
+        window_bytes: Of the window, at most.
+        free_bytes: Of window and cache: a quarter is enough for the window if that holds
+            `LEAST_BUFFERS`, as a record in the cache saves more than one more in flight.
+        state_bytes: As of `cut_window`, not 0.
+        beside_bytes: As of `cut_window`.
+        num_records: As of `cut_window`.
+    """
+    each = state_bytes + HITS_TO_BUFFERS * beside_bytes
+    num_bytes = min(max(free_bytes // 4, LEAST_BUFFERS * each), window_bytes, free_bytes)
+    plain = num_bytes // (state_bytes + beside_bytes)
+    buffers = max(min(max(num_bytes // each, min(plain, 2)), num_records), 1)
+    places = HITS_TO_BUFFERS * buffers
+    if beside_bytes:
+        places = min(places, (num_bytes - buffers * state_bytes) // beside_bytes)
+    places = max(min(places, num_records), buffers)
     return WindowCut(
         num_buffers=buffers,
         num_places=places,
@@ -92,39 +102,3 @@ def window_bytes_for(
     measured = [profile.find(directory) for directory in directories]
     queues = sum(2 * path.queue_depth * path.block_bytes for path in measured if path is not None)
     return max(WINDOW_BYTES, queues)
-
-
-class WindowPlan(Protocol):
-    """What is planned for a model with records of one size."""
-
-    @property
-    def fits(self) -> bool: ...
-
-    @property
-    def buffer_bytes(self) -> int: ...
-
-    @property
-    def num_buffers(self) -> int: ...
-
-
-def choose_record_elements(plan: Callable[[int], tuple[ModelLayout, WindowPlan]]) -> int:
-    """Returns how many elements a record has at most.
-
-    As many as keep enough records in the window, down to those that fill a block of storage;
-    fewer only where the model would not fit otherwise. Where it never fits, the fewest.
-
-    Args:
-        plan: Lays the model out with records of so many elements, and plans its memory.
-    """
-    fitting = None
-    for elements in SIZES:
-        if fitting is not None and elements < _BLOCK_ELEMENTS:
-            break
-        layout, found = plan(elements)
-        if not found.fits:
-            continue
-        fitting = elements
-        least = min(LEAST_BUFFERS, len(layout.records))
-        if not found.buffer_bytes or found.num_buffers >= least:
-            break
-    return SIZES[-1] if fitting is None else fitting

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -20,6 +20,7 @@ from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
+from offload.plan.record_size import choose_records
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.tiles import choose_wide
@@ -29,7 +30,7 @@ from offload.plan.traffic import (
     kept_for_backward_bytes,
     step_traffic,
 )
-from offload.plan.window import WINDOW_BYTES, choose_record_elements, window_bytes_for
+from offload.plan.window import WINDOW_BYTES, window_bytes_for
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.spilled import spilled_bytes
@@ -67,12 +68,12 @@ def plan_run(
     directories = existing_directories(config, stores)
     known = read_profile() if profile is None else profile
     config = _with_window(config, directories, known)
-    discovered, layout = _units_of(
+    arranged = _arrange(
         config,
         build_meta_model(config.model) if model is None else model,
         record_elements=record_elements,
     )
-    host = _plan_host(config, layout, discovered) if config.offload else None
+    discovered, layout, host = arranged.discovered, arranged.layout, arranged.host
     spilled = spilled_bytes(config)
     return RunPlan(
         layout=layout,
@@ -112,16 +113,23 @@ def _with_window(config: Config, directories: Sequence[Path], profile: MachinePr
     return config.model_copy(update={"tiers": tiers.model_copy(update={"host": host})})
 
 
-def _units_of(
-    config: Config, model: nn.Module, *, record_elements: int | None
-) -> tuple[DiscoveredModel, ModelLayout]:
-    """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A model in units, laid out and planned; without a host plan where all is in memory."""
+
+    discovered: DiscoveredModel
+    layout: ModelLayout
+    host: HostPlan | None
+
+
+def _arrange(config: Config, model: nn.Module, *, record_elements: int | None) -> _Arranged:
+    """Returns the run's model as `wrap` would have it: with the same wide weights and records.
 
     Raises:
         PlanError: There is no budget to plan with.
     """
 
-    def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
+    def arrange_with(wide: frozenset[str]) -> _Arranged:
         discovered = discover_units(model, UnitRules.of(config.units), wide=wide)
 
         def layout_with(elements: int) -> ModelLayout:
@@ -137,24 +145,24 @@ def _units_of(
             layout = layout_with(elements)
             return layout, _plan_host(config, layout, discovered)
 
-        elements = record_elements
-        if elements is None:
-            elements = choose_record_elements(plan_with) if config.offload else RECORD_ELEMENTS
-        return discovered, layout_with(elements)
+        if not config.offload:
+            return _Arranged(discovered, layout_with(RECORD_ELEMENTS), None)
+        if record_elements is None:
+            return _Arranged(discovered, *choose_records(plan_with))
+        return _Arranged(discovered, *plan_with(record_elements))
 
     def plans(wide: frozenset[str]) -> list[HostPlan | DevicePlan]:
-        discovered, layout = lay_out(wide)
-        device = _plan_device(config, layout, discovered)
-        host = _plan_host(config, layout, discovered)
-        return [host] if device is None else [host, device]
+        tried = arrange_with(wide)
+        device = _plan_device(config, tried.layout, tried.discovered)
+        return [plan for plan in (tried.host, device) if plan is not None]
 
-    discovered, layout = lay_out(frozenset())
+    plain = arrange_with(frozenset())
     is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
     if not config.offload or is_resident:
-        return discovered, layout
-    whole = whole_matrices(discovered, config.optimizer.whole_patterns)
+        return plain
+    whole = whole_matrices(plain.discovered, config.optimizer.whole_patterns)
     wide = choose_wide(wide_candidates(model, besides=whole), plans)
-    return lay_out(wide) if wide else (discovered, layout)
+    return arrange_with(wide) if wide else plain
 
 
 def tokens_per_step(config: Config) -> int:

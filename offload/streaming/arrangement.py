@@ -8,8 +8,8 @@ from torch import nn
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
+from offload.plan.record_size import choose_records
 from offload.plan.tiles import choose_wide
-from offload.plan.window import choose_record_elements
 from offload.sizes import format_size
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
 from offload.streaming.model_layout import lay_out
@@ -70,8 +70,10 @@ def arrange(
             layout = lay_out(discovered, options, stored=stored, record_elements=record_elements)
             return layout, planner.host(layout)
 
-        elements = choose_record_elements(plan_with) if stored is None else stored.record_elements
-        layout, host = plan_with(elements)
+        if stored is None:
+            layout, host = choose_records(plan_with)
+        else:
+            layout, host = plan_with(stored.record_elements)
         return Arrangement(
             discovered=discovered,
             layout=layout,

@@ -36,4 +36,4 @@ def open_session(
 
 def use_small_records(monkeypatch):
     """Cuts flat shards into many subgroups, as those of large models are."""
-    monkeypatch.setattr("offload.plan.window.SIZES", (SMALL_RECORD_ELEMENTS,))
+    monkeypatch.setattr("offload.plan.record_size.SIZES", (SMALL_RECORD_ELEMENTS,))
