@@ -431,7 +431,7 @@ class WrappedModel:
             building=self._building,
             is_resumed=self._is_resumed,
         )
-        adoption.read_records()
+        adoption.fill_records()
         if self.options.parameters == "host":
             adoption.make_resident()
         elif self._memory.slots is not None:
@@ -439,7 +439,6 @@ class WrappedModel:
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
-        adoption.begin_masters()
 
     def _stream(self, discovered: DiscoveredModel) -> None:
         if not self.layout.parameter_bytes:  # nothing to stream
