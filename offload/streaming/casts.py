@@ -9,6 +9,7 @@ A cast of a frozen parameter has no history, nor has one inside a compiled block
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -47,8 +48,8 @@ class SavedCast:
 
     def again(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the view of the cast, made again from the unit's bytes."""
-        cast = self.binding.values_in(base).to(self.dtype)
-        return cast.as_strided(self.shape, self.stride, self.offset)
+        whole = self.binding.values_in(base).to(self.dtype)
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 class Casts:
@@ -76,11 +77,12 @@ class Casts:
         if place is None or not _shows_all(tensor, place[1].parameter, is_view=is_view):
             return None
         unit, binding = place
+        # Autocast keeps a cast for a while: it is of the values that there were then.
+        facts: dict[str, int] = cast(Any, node).metadata
         return SavedCast(
             unit=unit,
             binding=binding,
-            # Autocast keeps a cast for a while: it is of the values that there were then.
-            version=node.metadata.setdefault(_FIRST_SEEN, binding.parameter._version),
+            version=facts.setdefault(_FIRST_SEEN, binding.parameter._version),
             counter=counter_of(tensor),
             dtype=tensor.dtype,
             offset=int(tensor.storage_offset()),

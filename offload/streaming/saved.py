@@ -2,9 +2,9 @@
 
 [Note: delegating hooks]
 torch calls only the top pair of hooks. Ours pack a tensor that lies in a unit's slot, or is a
-parameter's cast, into a handle, and pass every other tensor on to the pair below (an activation checkpoint's, the
-user's), so that those keep their effect. A handle fetches its unit again in backward: any unit
-may be evicted at any time when no call holds it.
+parameter's cast, into a handle, and pass every other tensor on to the pair below (an activation
+checkpoint's, the user's), so that those keep their effect. A handle fetches its unit again in
+backward: any unit may be evicted at any time when no call holds it.
 """
 
 import contextlib
