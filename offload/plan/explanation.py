@@ -127,6 +127,12 @@ def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Ch
             f"frees {size} of memory; each step fetches {format_size(fetched)} for its passes and "
             f"writes {format_size(traffic.update.parameter_write_bytes)}"
         )
+    elif choices.parameters == "device":
+        moved = format_size(model.trainable_parameter_bytes)
+        why = (
+            f"takes {size} of the device's memory and of the host's, where updates change them; "
+            f"passes move none, and each step copies {moved} to the device"
+        )
     else:
         why = f"takes {size} of memory; passes wait for nothing"
     return Choice(choice="parameters", value=choices.parameters, why=why)

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
 
 from torch import nn
 
@@ -122,8 +121,8 @@ def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelL
         return [host] if device is None else [host, device]
 
     discovered, layout = lay_out(frozenset())
-    is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
-    if not config.offload or is_resident:
+    tier, is_unified = config.parameter_tier, config.tiers.device.kind == "cpu"
+    if tier == "device" or (tier == "host" and is_unified):  # all of it is where it is used
         return discovered, layout
     whole = whole_matrices(discovered, config.optimizer.whole_patterns)
     wide = choose_wide(wide_candidates(model, besides=whole), plans)
@@ -139,8 +138,8 @@ def choices_of(config: Config) -> Choices:
     """Returns the run's policy; without offloading everything is in memory."""
     policy = config.policy
     return Choices(
-        parameters=_placement(policy.parameters) if config.offload else "host",
-        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         order=policy.order,
         overlap=policy.overlap if config.offload else "none",
         striping=policy.striping,
@@ -161,8 +160,8 @@ def plan_traffic(
     """
     return step_traffic(
         ModelBytes.of(layout),
-        parameters=_placement(config.policy.parameters) if config.offload else "host",
-        optimizer=_placement(config.policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
         kept_backward_bytes=[kept] * config.train.micro_steps,
@@ -246,8 +245,8 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
     return plan_host(
         layout,
         budget_bytes=budget_bytes,
-        parameters=_placement(config.policy.parameters),
-        optimizer=_placement(config.policy.optimizer),
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
@@ -303,6 +302,7 @@ def _plan_device(
     return plan_device(
         layout,
         budget_bytes=config.tiers.device.memory,
+        parameters=config.parameter_tier,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         tiled=discovered.wide_names,
@@ -387,11 +387,6 @@ def _bytes_below(store: Path | None) -> int:
     if store is None or not store.is_dir():
         return 0
     return sum(path.stat().st_blocks * 512 for path in store.rglob("*") if path.is_file())
-
-
-def _placement(name: str) -> Literal["host", "storage"]:
-    # Device arenas are host arenas on the unified `cpu` device.
-    return cast(Literal["host", "storage"], "host" if name == "device" else name)
 
 
 def _policy(config: Config) -> dict[str, str]:
