@@ -167,9 +167,7 @@ class DeferredUpdates:
         with self._changed:
             if not self._handovers.is_to_come(subgroup):
                 return None
-            handed = HandedOver(
-                into, lambda each, asks: self._wait_handed(number, each, asks=asks)
-            )
+            handed = HandedOver(into, lambda each, asks: self._wait_handed(number, each, asks=asks))
             number = self._handovers.add(subgroup, handed)
         self._pipeline.wake()  # it may wait for this
         return handed
@@ -314,7 +312,6 @@ class DeferredUpdates:
         for callback in ready:
             callback()
 
-
     def _on_computed(self, record: Record, parameters: Mapping[str, memoryview]) -> None:
         with self._changed:
             waiting = self._handovers.take(self._pending.number_of(record))
@@ -383,9 +380,7 @@ class _PendingRecords:
         with self._lock:
             numbers = [self._numbers[record.name] for record in ready]
             if not self.is_hurried and self._needed.isdisjoint(self._waiting):
-                numbers = [
-                    n for n in numbers if n in self._needed or self._handovers.may_begin(n)
-                ]
+                numbers = [n for n in numbers if n in self._needed or self._handovers.may_begin(n)]
             if not numbers:
                 return None
             return self._records[self._policy.choose(numbers, self._needed)]

@@ -181,6 +181,7 @@ class _Measurement:
             passes=units,
             other_s=other_s,
             tokens=tokens_per_step(config),
+            handed_over=plan.handed_over,
         )
 
     def _kept_layers(self) -> int:

@@ -139,9 +139,7 @@ class PendingUnits:
         """Starts what `read` starts, ahead of use or not, when no update of the unit is pending."""
         number = self._numbers[unit.name]
         if is_prefetch and not self._deferred.is_updated(number):
-            late = LateRead(
-                read, wait_for=lambda asks: self._deferred.wait_for(number, asks=asks)
-            )
+            late = LateRead(read, wait_for=lambda asks: self._deferred.wait_for(number, asks=asks))
             self._late.add(late)
             self._deferred.when_updated(number, late.start)
             return [late]
