@@ -18,6 +18,7 @@ from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
 from offload.memory import Arena, Region, Slot, SlotPool, memory_of, storage_over
+from offload.optim.handover import HandedOver
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
 from offload.streaming.prefetch_distance import PrefetchDistance
@@ -291,18 +292,11 @@ class Residency:
 
     def finish_part(self, read: "PartRead") -> torch.Tensor:
         """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
-        started = time.perf_counter()
-        waits_for = self._tier.waits_for(read.transfers)
         try:
-            for transfer in read.transfers:
-                transfer.wait()
+            self._wait(read.transfers, "fetching a tile")
         except BaseException:
             _wait_quietly(read.transfers)
             raise
-        duration_s = time.perf_counter() - started
-        self.counters.io_wait_s += duration_s
-        if self._stalls is not None:
-            self._stalls.add(waits_for, "fetching a tile", duration_s)
         return read.memory
 
     def drop_part(self, read: "PartRead") -> None:
@@ -384,19 +378,11 @@ class Residency:
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         try:
-            self._tier.wait_updated(unit.transfers)  # counted as a wait for updates
-            started = time.perf_counter()
-            waits_for = self._tier.waits_for(unit.transfers)
-            for transfer in unit.transfers:
-                transfer.wait()
+            self._wait(unit.transfers, "fetching a unit")
         except BaseException:
             _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        duration_s = time.perf_counter() - started
-        self.counters.io_wait_s += duration_s
-        if self._stalls is not None:
-            self._stalls.add(waits_for, "fetching a unit", duration_s)
         unit.transfers = []
         unit.move_to(CopyState.CLEAN)
         assert unit.base is not None
@@ -404,6 +390,25 @@ class Residency:
             binding.attach(unit.base)
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
+
+    def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
+        """Waits for transfers, and counts each wait as one for what it was for.
+
+        Those for updates are counted where these run.
+        """
+        self._tier.wait_updated(transfers)
+        waited_s: dict[str, float] = {}
+        for transfer in transfers:
+            if isinstance(transfer, HandedOver):
+                continue
+            waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
+            transfer.wait()
+            duration_s = time.perf_counter() - started_s
+            waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
+        self.counters.io_wait_s += sum(waited_s.values())
+        if self._stalls is not None:
+            for waits_for, duration_s in waited_s.items():
+                self._stalls.add(waits_for, cause, duration_s)
 
     def _drop(self, unit: StreamedUnit) -> None:
         if unit.state is CopyState.CLEAN:
