@@ -70,6 +70,33 @@ class PassTimes:
     backward_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPasses:
+    """What a micro-step of a model takes."""
+
+    units: tuple[PassTimes, ...]
+    other_s: float
+    """Of a step: what is neither pass nor update."""
+    activation_bytes: int | None = None
+    """Most at one time; None where that is not known."""
+
+    def scaled(self, *, forward_s: float, backward_s: float) -> tuple[PassTimes, ...]:
+        """Returns units that take so long together, each its share of it."""
+        forward = sum(unit.forward_s for unit in self.units)
+        backward = sum(unit.backward_s for unit in self.units)
+        return tuple(
+            PassTimes(
+                forward_s=forward_s * _share(unit.forward_s, forward, len(self.units)),
+                backward_s=backward_s * _share(unit.backward_s, backward, len(self.units)),
+            )
+            for unit in self.units
+        )
+
+
+def _share(part: float, whole: float, num_parts: int) -> float:
+    return part / whole if whole else 1 / num_parts
+
+
 def work_of(
     layout: ModelLayout,
     *,

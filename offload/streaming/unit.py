@@ -68,13 +68,18 @@ class Binding:
         """
         parameter = self.parameter
         self._require_untouched()
-        parameter.data = view_as(
+        parameter.data = self.values_in(base)
+        self.seen_version = parameter._version
+
+    def values_in(self, base: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter's values in the slot under `base`."""
+        parameter = self.parameter
+        return view_as(
             base,
             offset_bytes=self.offset_bytes,
             num_elements=parameter.numel(),
             dtype=parameter.dtype,
         ).view(parameter.shape)
-        self.seen_version = parameter._version
 
     def detach(self) -> None:
         self.parameter.data = self.placeholder
