@@ -1,7 +1,7 @@
 """What is attached to the modules of a wrapped model."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -82,7 +82,7 @@ class Attachment:
         self.residency = Residency(
             units,
             pool=slots,
-            tier=self._make_tier(state, updates, staging),
+            tier=self._make_tier(state, updates, staging, discovered.wide),
             prefetch_distance=prefetch_distance,
             on_edit=lambda _, names: on_edit(names),
             device=self._device,
@@ -131,14 +131,18 @@ class Attachment:
             self._staged.close()
 
     def _make_tier(
-        self, state: ModelState, updates: StepUpdates, staging: SlotPool[memoryview] | None
+        self,
+        state: ModelState,
+        updates: StepUpdates,
+        staging: SlotPool[memoryview] | None,
+        wide: Collection[int],
     ) -> ParameterTier:
         if state.parameters is not None:
             host = HostUnits(state.layout, state.parameters, self._device)
             return updates.gate(state.layout, host) or host
         assert state.store is not None
         plain = StoredUnits(state.layout, state.store)
-        stored = updates.gate(state.layout, plain) or plain
+        stored = updates.gate(state.layout, plain, wide=wide) or plain
         if self._device.is_unified:
             return stored
         assert staging is not None
