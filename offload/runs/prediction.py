@@ -171,6 +171,7 @@ class _Measurement:
             passes=passes.units,
             other_s=passes.other_s,
             tokens=tokens_per_step(config),
+            handed_over=plan.handed_over,
         )
 
     def _baseline_bytes(self) -> int:

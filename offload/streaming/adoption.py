@@ -33,6 +33,8 @@ class Adoption:
     def make_resident(self) -> None:
         """Copies every parameter into the resident flat shards, or reads them from the store."""
         assert self._state.parameters is not None
+        elsewhere = self._state.elsewhere
+        shown = self._state.parameters if elsewhere is None else elsewhere.flat
         for shard in self._state.layout.shards.values():
             flat = self._state.parameters[shard.name]
             if self._is_resumed:
@@ -46,7 +48,11 @@ class Adoption:
                 if not self._is_resumed:
                     view.copy_(self._values_of(parameter))
                 self._forget(parameter)
-                parameter.data = view
+                own = shown[shard.name][placed.start : placed.stop]
+                parameter.data = own.view(placed.facts.shape)
+        if elsewhere is not None:
+            elsewhere.send_all()
+            elsewhere.wait_all()
 
     def fill_records(self) -> None:
         """Reads the resident records that the resumed store has; all others begin."""
@@ -73,8 +79,14 @@ class Adoption:
     def read_parameters(self) -> None:
         """Reads every resident flat shard from the store, in place."""
         assert self._state.parameters is not None
+        elsewhere = self._state.elsewhere
+        if elsewhere is not None:
+            elsewhere.begin()
         for shard in self._state.layout.shards.values():
             self._read_shard(shard, self._state.parameters[shard.name])
+        if elsewhere is not None:
+            elsewhere.send_all()
+            elsewhere.wait_all()
 
     def make_stored(self, slots: SlotPool[memoryview]) -> None:
         """Writes every unit to the store through a slot; parameters become placeholders."""
