@@ -2,10 +2,8 @@
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -20,6 +18,7 @@ from offload.optim.model_state import (
     parameter_key,
     state_key,
 )
+from offload.optim.record_source import InOrder, RecordSource
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
@@ -41,55 +40,6 @@ _PRIORITY = Priority.WRITE_BACK
 """Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
 
 
-class RecordSource(Protocol):
-    """Says which record comes next. May change its mind until a record is taken."""
-
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        """Returns the record whose reading begins next; None if there is no more.
-
-        Args:
-            besides: Names of records that had better wait, where the order allows it.
-        """
-        ...
-
-    def take(self, record: Record) -> None:
-        """Says that the reading of `record` begins."""
-        ...
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        """Returns which of the records that are in memory is updated next."""
-        ...
-
-    def is_open(self) -> bool:
-        """Returns whether more records may come; who adds one calls `UpdatePipeline.wake`."""
-        ...
-
-
-class InOrder:
-    """Records in a given order."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = deque(records)
-
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        first = self._records[0] if self._records else None
-        if first is None or first.name not in besides:
-            return first
-        return next((record for record in self._records if record.name not in besides), first)
-
-    def take(self, record: Record) -> None:
-        if record is self._records[0]:
-            self._records.popleft()
-        else:
-            self._records.remove(record)
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        return ready[0]
-
-    def is_open(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateJob:
     """The updates of one step.
@@ -102,6 +52,7 @@ class UpdateJob:
         kept: Names of records whose state stays in memory after its update, not written.
         stalls: Where waits are added.
         on_updated: Called when the parameters of a record have their new values where they live.
+        on_computed: Called with the new parameters of a record, by subgroup, that are stored.
         is_staged: Whether what is written becomes current later. Cached records are left alone.
     """
 
@@ -112,6 +63,7 @@ class UpdateJob:
     kept: Container[str]
     stalls: StallAccount
     on_updated: Callable[[Record], None] = lambda _: None
+    on_computed: Callable[[Record, Mapping[str, memoryview]], None] = lambda *_: None
     is_staged: bool = False
 
 
@@ -335,13 +287,14 @@ class _Run:
                 self._reap()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
-                if ready:
-                    self._update(ready)
-                elif reading:
-                    self._pipeline.wait_any(reading[0], self._job, "reading records")
+                coming = [current for current in reading if current not in ready]
+                if (current := self._choose(ready)) is not None:
+                    self._update(current)
+                elif coming:
+                    self._pipeline.wait_any(coming[0], self._job, "reading records")
                 elif writing:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
-                elif source.is_open():
+                elif ready or source.is_open():
                     self._pipeline.wait_woken()
         except BaseException:
             self._pipeline.abandon(reading, writing)
@@ -438,17 +391,24 @@ class _Run:
         )
         return used < subgroup.num_elements
 
-    def _update(self, ready: Sequence[_InFlight]) -> None:
-        """Updates one of the records that are there, and starts writing it."""
+    def _choose(self, ready: Sequence[_InFlight]) -> _InFlight | None:
+        """Returns which of the records that are there is updated next, if one may be."""
+        if not ready:
+            return None
         record = self._job.source.choose([current.record for current in ready])
-        (current,) = (each for each in ready if each.record is record)
+        return next((current for current in ready if current.record is record), None)
+
+    def _update(self, current: _InFlight) -> None:
+        """Updates a record that is there, and starts writing it."""
         for ticket in current.tickets:
             ticket.wait()
         self._pipeline.compute(current, self._job)
         self._reading.remove(current)
         self._start_write(current)
         if self._state.parameters is not None:
-            self._job.on_updated(record)
+            self._job.on_updated(current.record)
+        elif current.buffer is not None:
+            self._job.on_computed(current.record, current.buffer.parameters)
 
     def _start_write(self, current: _InFlight) -> None:
         """Moves the record that was updated on to `writing`, if anything of it is stored."""

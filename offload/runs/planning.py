@@ -2,10 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
 
 from torch import nn
 
@@ -16,6 +15,7 @@ from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
 from offload.plan.gradients import may_spill
+from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
@@ -74,6 +74,7 @@ def plan_run(
         record_elements=record_elements,
     )
     discovered, layout, host = arranged.discovered, arranged.layout, arranged.host
+    handed = _handed_over(config, layout, discovered, host)
     spilled = spilled_bytes(config)
     return RunPlan(
         layout=layout,
@@ -88,8 +89,13 @@ def plan_run(
         },
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(
-            config, layout, host, kept=_kept_bytes(config, layout, discovered, host)
+            config,
+            layout,
+            host,
+            kept=_kept_bytes(config, layout, discovered, host),
+            handed_over=handed,
         ),
+        handed_over=handed,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -157,8 +163,8 @@ def _arrange(config: Config, model: nn.Module, *, record_elements: int | None) -
         return [plan for plan in (tried.host, device) if plan is not None]
 
     plain = arrange_with(frozenset())
-    is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
-    if not config.offload or is_resident:
+    tier, is_unified = config.parameter_tier, config.tiers.device.kind == "cpu"
+    if tier == "device" or (tier == "host" and is_unified):  # all of it is where it is used
         return plain
     whole = whole_matrices(plain.discovered, config.optimizer.whole_patterns)
     wide = choose_wide(wide_candidates(model, besides=whole), plans)
@@ -174,8 +180,8 @@ def choices_of(config: Config) -> Choices:
     """Returns the run's policy; without offloading everything is in memory."""
     policy = config.policy
     return Choices(
-        parameters=_placement(policy.parameters) if config.offload else "host",
-        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         order=policy.order,
         overlap=policy.overlap if config.offload else "none",
         striping=policy.striping,
@@ -184,7 +190,12 @@ def choices_of(config: Config) -> Choices:
 
 
 def plan_traffic(
-    config: Config, layout: ModelLayout, host: HostPlan | None, *, kept: int = 0
+    config: Config,
+    layout: ModelLayout,
+    host: HostPlan | None,
+    *,
+    kept: int = 0,
+    handed_over: Collection[str] = (),
 ) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
@@ -193,13 +204,15 @@ def plan_traffic(
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
         kept: Parameter bytes that a backward does not read.
+        handed_over: Names of the subgroups that the first forward does not read.
     """
     return step_traffic(
         ModelBytes.of(layout),
-        parameters=_placement(config.policy.parameters) if config.offload else "host",
-        optimizer=_placement(config.policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+        kept_forward_bytes=[handed_over_bytes(layout, handed_over)],
         kept_backward_bytes=[kept] * config.train.micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
@@ -209,11 +222,7 @@ def _kept_bytes(
     config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
 ) -> int:
     """Returns the bytes of units that stay for backward, or that backward does not ask for."""
-    device = _plan_device(config, layout, discovered)
-    num_slots = 0 if host is None else host.num_slots
-    if device is not None:
-        num_slots = device.num_slots
-    num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
+    num_free = _num_free_slots(config, layout, discovered, host)
     tiled = discovered.wide_names
     whole = [i for i, unit in enumerate(layout.units) if unit.name not in tiled]
     kept = set(whole[-num_free:] if num_free else ())
@@ -221,6 +230,34 @@ def _kept_bytes(
     return kept_for_backward_bytes(layout, num_free, tiled=tiled) + sum(
         discovered.units[index].num_bytes for index in not_asked_for
     )
+
+
+def _handed_over(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> frozenset[str]:
+    """Returns the subgroups that go from their update into a slot."""
+    policy = config.policy
+    if host is None or policy.parameters != "storage":
+        return frozenset()
+    return handed_over(
+        layout,
+        # Where the device has memory of its own they come through the slots in the host's.
+        min(_num_free_slots(config, layout, discovered, host), host.num_slots),
+        records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
+        tiled=discovered.wide_names,
+        is_finished_at_once=config.tiers.storage.commit_every == 1,
+    )
+
+
+def _num_free_slots(
+    config: Config, layout: ModelLayout, discovered: DiscoveredModel, host: HostPlan | None
+) -> int:
+    """Returns how many slots there are beside those that enclosing calls hold."""
+    device = _plan_device(config, layout, discovered)
+    num_slots = 0 if host is None else host.num_slots
+    if device is not None:
+        num_slots = device.num_slots
+    return max(num_slots - (discovered.co_resident_units - 1), 0)
 
 
 def _forecast_commits(
@@ -281,8 +318,8 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
     return plan_host(
         layout,
         budget_bytes=budget_bytes,
-        parameters=_placement(config.policy.parameters),
-        optimizer=_placement(config.policy.optimizer),
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
@@ -339,6 +376,7 @@ def _plan_device(
     return plan_device(
         layout,
         budget_bytes=config.tiers.device.memory,
+        parameters=config.parameter_tier,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         tiled=discovered.wide_names,
@@ -423,11 +461,6 @@ def _bytes_below(store: Path | None) -> int:
     if store is None or not store.is_dir():
         return 0
     return sum(path.stat().st_blocks * 512 for path in store.rglob("*") if path.is_file())
-
-
-def _placement(name: str) -> Literal["host", "storage"]:
-    # Device arenas are host arenas on the unified `cpu` device.
-    return cast(Literal["host", "storage"], "host" if name == "device" else name)
 
 
 def _policy(config: Config) -> dict[str, str]:

@@ -30,12 +30,16 @@ def wrap_options(
     """
     if units is not None:
         config = resolve(config, {f"units.{key}": value for key, value in units.items()})
-    on_storage = config.offload
+    if config.offload and config.policy.parameters != config.parameter_tier:
+        _log.warning(
+            "`policy.parameters` = `device` is `host` on device `%s`: it computes in host memory",
+            config.tiers.device.kind,
+        )
     return WrapOptions(
         budget_bytes=config.tiers.host.memory if config.offload else None,
         device_budget_bytes=config.tiers.device.memory,
-        parameters="storage" if on_storage and config.policy.parameters == "storage" else "host",
-        optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         codec=config.optimizer.codec,
         rule=config.optimizer.rule,
         matrices=config.optimizer.whole_patterns,
