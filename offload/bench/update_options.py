@@ -31,9 +31,9 @@ class UpdateOptions:
     codec: str = "split"
     order: str = "sequential"
     overlap: str = "none"
-    """What updates run under; any but `none` needs order `resident`. Gradients appear one unit after
-    the other in the last two thirds of `compute_s`. Under backward the parameters, which stay in
-    memory, are written in place: a run would keep the old ones until the step."""
+    """What updates run under; any but `none` needs order `resident`. Gradients appear one unit
+    after the other in the last two thirds of `compute_s`. Under backward the parameters, which stay
+    in memory, are written in place: a run would keep the old ones until the step."""
     striping: str = "adaptive"
     baseline: str = "engine"
     """`engine`, or one of the baselines, which have a codec, an order and a split of their own."""
