@@ -1,6 +1,6 @@
 """Where a model's parameters and optimizer state live, and what an update of one needs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,8 +71,12 @@ class ParametersElsewhere(Protocol):
         """Waits until what was sent may be computed with."""
         ...
 
-    def bring(self, names: Iterable[str]) -> None:
+    def bring(self, names: Collection[str]) -> None:
         """Copies parameters that were changed there to host memory."""
+        ...
+
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes there are not those in host memory."""
         ...
 
 

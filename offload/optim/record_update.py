@@ -1,6 +1,6 @@
 """The computing part of an update: the operands of a record's subgroups, and the pass over them."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 
@@ -53,7 +53,16 @@ class RecordUpdate:
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in record.subgroups)
         if self._state.elsewhere is not None:
-            self._state.elsewhere.send(record.subgroups)
+            self._state.elsewhere.send(self._updated(record, updates))
+
+    def _updated(
+        self, record: Record, updates: Mapping[str, ParameterUpdate]
+    ) -> Iterator[Subgroup]:
+        """Yields the subgroups with a parameter that changed: nobody waits for the others."""
+        for subgroup in record.subgroups:
+            placed = self._state.layout.parameters_in(subgroup)
+            if any(each.facts.name in updates for each in placed):
+                yield subgroup
 
     def _update_whole(
         self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]

@@ -1,12 +1,16 @@
 """Parameters that live on a device: updates change them in host memory, and copies follow."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from offload.devices import Copy, Device
-from offload.layout import ModelLayout, Subgroup
+from offload.layout import FlatShard, ModelLayout, PlacedParameter, Subgroup
 from offload.memory import Region, memory_of
+
+_COLUMNS = 4093
+"""Of the sums that show whether bytes changed: a prime, so that what moves in steps of a power of
+two, such as a row of a matrix, comes into another column."""
 
 
 class DeviceParameters:
@@ -16,6 +20,12 @@ class DeviceParameters:
     Between steps the device's bytes are the parameters. A step's updates write those in host
     memory, which they read too, and each record is copied up as soon as it is updated. So passes
     move no parameter, and a step moves each that it changed once.
+
+    [Note: edits that no counter shows]
+    Users write through `parameter.data`, which moves no version counter. In host memory such an
+    edit would simply be there; here the next copy would undo it. So when copies have arrived the
+    device sums each unit's bytes, and sums them again before the next step or commit: that is one
+    read of them each time. Where sums differ the unit is brought down and compared.
 
     Attributes:
         flat: The shards on the device, by name, 1-D.
@@ -56,6 +66,8 @@ class DeviceParameters:
                 self.flat[shard.name] = memory.view(getattr(torch, shard.dtype))
                 self._unit_of[shard.name] = number
         self._sent: list[list[Copy]] = [[] for _ in layout.units]
+        # Of each unit whose copies have arrived.
+        self._sums: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         """Makes host memory free to change; copies from now on follow what was computed so far."""
@@ -73,6 +85,7 @@ class DeviceParameters:
             source = memory_of(self._host[subgroup.shard])[start:stop]
             into = self.flat[subgroup.shard].view(torch.uint8)[start:stop]
             number = self._unit_of[subgroup.shard]
+            self._sums.pop(number, None)
             self._sent[number].append(self._device.copy_in(source, into))
 
     def send_all(self) -> None:
@@ -84,13 +97,15 @@ class DeviceParameters:
         """Orders what is computed from now on after the copies of a unit."""
         for copy in self._sent[unit]:
             copy.wait()
+        if unit not in self._sums:
+            self._sums[unit] = _sums_of(self._bases[unit])
 
     def wait_all(self) -> None:
         """As `wait`, for every unit."""
         for unit in range(len(self._sent)):
             self.wait(unit)
 
-    def bring(self, names: Iterable[str]) -> None:
+    def bring(self, names: Collection[str]) -> None:
         """Copies parameters that the user changed on the device to host memory, and waits."""
         copies: list[Copy] = []
         for name in names:
@@ -100,3 +115,38 @@ class DeviceParameters:
             copies.append(self._device.copy_out(source, into))
         for copy in copies:
             copy.synchronize()
+        for number in {self._unit_of[self._layout.parameters[name][0].name] for name in names}:
+            self._sums[number] = _sums_of(self._bases[number])
+
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes on the device are not those in host memory.
+
+        What was sent must have arrived. See [Note: edits that no counter shows].
+        """
+        units = [
+            number
+            for number, base in enumerate(self._bases)
+            if not torch.equal(_sums_of(base), self._sums[number])
+        ]
+        return [
+            placed.facts.name
+            for number in units
+            for shard in self._layout.units[number].shards
+            for placed in shard.parameters
+            if self._differs(shard, placed)
+        ]
+
+    def _differs(self, shard: FlatShard, placed: PlacedParameter) -> bool:
+        part = slice(placed.start, placed.stop)
+        found, known = self.flat[shard.name][part].cpu(), self._host[shard.name][part]
+        return not torch.equal(found.view(torch.uint8), known.view(torch.uint8))
+
+
+def _sums_of(base: torch.Tensor) -> torch.Tensor:
+    """Returns sums over a unit's bytes, eight at a time, that change when a parameter does."""
+    words = base.view(torch.int64)
+    num_whole = len(words) // _COLUMNS * _COLUMNS
+    sums = words[:num_whole].view(-1, _COLUMNS).sum(0)
+    rest = words[num_whole:]
+    sums[: len(rest)] += rest
+    return sums
