@@ -434,6 +434,7 @@ class WrappedModel:
             states=memory.states,
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
+            num_places=self.plan.num_places,
             gradients=memory.gradient_buffers,
             gradient_bytes=spilled_sizes(self.layout, self.plan.gradients),
         )
@@ -447,7 +448,7 @@ class WrappedModel:
             building=self._building,
             is_resumed=self._is_resumed,
         )
-        adoption.read_records()
+        adoption.fill_records()
         if self._state.parameters is not None:
             adoption.make_resident()
         elif self._memory.slots is not None:
@@ -455,7 +456,6 @@ class WrappedModel:
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
-        adoption.begin_masters()
 
     def _stream(self, discovered: DiscoveredModel) -> None:
         if not self.layout.parameter_bytes:  # nothing to stream
