@@ -1,6 +1,6 @@
 """Where a model's parameters and optimizer state live, and what an update of one needs."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,8 +59,8 @@ class ParametersElsewhere(Protocol):
         """Makes host memory free to change."""
         ...
 
-    def send(self, subgroups: Iterable[Subgroup]) -> None:
-        """Starts copying there what was updated."""
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying there elements of a flat shard that were updated."""
         ...
 
     def send_all(self) -> None:
@@ -71,7 +71,7 @@ class ParametersElsewhere(Protocol):
         """Waits until what was sent may be computed with."""
         ...
 
-    def bring(self, names: Collection[str]) -> None:
+    def bring(self, names: Iterable[str]) -> None:
         """Copies parameters that were changed there to host memory."""
         ...
 

@@ -16,7 +16,7 @@ from parity.side_by_side import (
 )
 
 import offload
-from offload.streaming.device_parameters import _sums_of
+from offload.streaming.device_parameters import DeviceParameters, sums_of
 
 PARAMETER_BYTES = 94208
 """Of `SmallGPT`: five units, each in whole pages."""
@@ -194,6 +194,27 @@ def test_edits_that_move_no_version_counter_are_honoured(tmp_path, overlap):
         require_equal_state(session, model, reference)
 
 
+def test_what_a_step_changes_whole_is_not_compared_byte_by_byte(tmp_path, monkeypatch):
+    with _session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        compared = []
+        monkeypatch.setattr(
+            DeviceParameters, "_differs", lambda *place: compared.append(place[2].facts.name)
+        )
+
+        for index in range(2):
+            loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.state_digest()
+
+        assert compared == []
+        model.head.weight.data.mul_(2)
+        session.state_digest()
+        assert "head.weight" in compared
+
+
 @pytest.mark.parametrize("change", [
     lambda values: values.neg_(),
     lambda values: values.copy_(values.flip(0)),
@@ -205,11 +226,38 @@ def test_edits_that_move_no_version_counter_are_honoured(tmp_path, overlap):
 @pytest.mark.parametrize("num_bytes", [4096, 32768, 1 << 20])
 def test_sums_show_what_changed(change, num_bytes):
     base = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-    before = _sums_of(base)
+    before = sums_of(base)
 
     change(base.view(torch.int16))
 
-    assert not torch.equal(_sums_of(base), before)
+    assert not torch.equal(sums_of(base), before)
+
+
+@pytest.mark.parametrize("through", [lambda parameter: parameter, lambda parameter: parameter.data])
+def test_an_edit_while_updates_of_its_neighbours_are_on_their_way_is_kept(tmp_path, through):
+    """`up.bias` has no update, and lies in a subgroup with parameters that have one."""
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    slow = {"tiers": {"device": {"link_latency": "0.02s"}}}
+    with _session(tmp_path, overlap="forward", config=slow) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+
+        for step in (1, 2):
+            for m in (model, reference.model):
+                loss_of(m, step).backward()
+                m.blocks[0].up.bias.grad = None
+            optimizer.step()
+            reference.step()
+            with torch.no_grad():  # through `parameters()`, which waits for nothing
+                for m in (model, reference.model):
+                    through(dict(m.named_parameters())["blocks.0.up.bias"]).fill_(0.25 * step)
+            reference.edited("blocks.0.up.bias")
+            optimizer.zero_grad()
+            reference.model.zero_grad()
+
+        require_equal_state(session, model, reference)
+        train_both(model, optimizer, reference, steps=1, first=3)
 
 
 @pytest.mark.parametrize("first, then, resumed_on", RESUMES)
