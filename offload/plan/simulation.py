@@ -222,7 +222,8 @@ class _Simulation:
                 for unit in reversed(range(len(self._work.units)))
                 for index in self._passes.records_completed_by(unit)
             ]
-            sequence = sorted(arriving, key=lambda index: index in kept)
+            # These then come in the order of the next forward.
+            sequence = [index for index in arriving if index not in kept] + sorted(kept)
         if policy.overlap is not None:
             self._updated, self._slotted = updated, slotted
             ready = [

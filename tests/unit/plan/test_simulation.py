@@ -154,6 +154,18 @@ def test_what_memory_keeps_is_updated_at_the_step_and_not_under_backward():
     assert kept.update_s == pytest.approx(kernel_s, rel=0.01)
 
 
+def test_with_both_what_memory_keeps_is_updated_under_the_next_forward_in_its_order():
+    simulated = SimulatedMachine(rates=machine(FULL, update=1e8), shares_cores=False)
+
+    def step_s(overlap, **options):
+        chosen = policy(
+            "resident", cached=len(LAYOUT.records), overlap=resolve_overlap(overlap), **options
+        )
+        return simulate(work(forward_s=0.2), simulated, chosen).step_s
+
+    assert step_s("both", updates_in_backward=True) == pytest.approx(step_s("forward"), rel=0.02)
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(overlap):
     spilled = work("host", micro_steps=2)
