@@ -249,6 +249,10 @@ class StorageTierConfig(Section):
         """Returns the most bytes/s of a path, None for no limit."""
         return _number_at(self.rate_limit, path_index)
 
+    def rate_limits_of(self, num_paths: int) -> list[int | None]:
+        """Returns the most bytes/s of each path, None for no limit."""
+        return [self.rate_limit_of(index) for index in range(num_paths)]
+
 
 def _number_at(values: tuple[int | str, ...], index: int) -> int | None:
     if not values:

@@ -32,13 +32,8 @@ from offload.runs.data import open_text
 from offload.runs.model import build_meta_model
 from offload.runs.pass_estimate import PassEstimate, estimate_passes
 from offload.runs.pass_probe import pass_shape, probe_passes
-from offload.runs.planning import (
-    BLOCK_BYTES,
-    choices_of,
-    existing_directories,
-    plan_run,
-    tokens_per_step,
-)
+from offload.runs.planned_storage import BLOCK_BYTES, existing_directories
+from offload.runs.planning import choices_of, plan_run, tokens_per_step
 from offload.runs.probe import ProbeSize, probe_path, probe_update
 from offload.runs.profile_file import add_to_profile
 from offload.runs.rss import current_rss_bytes
@@ -144,7 +139,14 @@ class _Measurement:
         baseline_bytes = self._baseline_bytes()
         self._measured_passes = passes = self._passes()
         self.machine = Machine(
-            paths=tuple(self._path(index) for index in range(len(self._directories)))
+            paths=tuple(
+                self._path(directory).held_to(limit)
+                for directory, limit in zip(
+                    self._directories,
+                    self._config.tiers.storage.rate_limits_of(len(self._directories)),
+                    strict=True,
+                )
+            )
             if plan.stores_anything
             else (),
             copy_bytes_per_s=self._copy_rate(),
@@ -269,8 +271,7 @@ class _Measurement:
         )
         return times
 
-    def _path(self, index: int) -> PathRates:
-        directory = self._directories[index]
+    def _path(self, directory: Path) -> PathRates:
         known = self._profile.find(directory)
         if known is not None:
             return PathRates(

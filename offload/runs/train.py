@@ -19,7 +19,8 @@ from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.model import gpt_shape
-from offload.runs.planning import BLOCK_BYTES, plan_run
+from offload.runs.planned_storage import BLOCK_BYTES
+from offload.runs.planning import plan_run
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.restore import copy_in
 from offload.runs.result import StepMedians, TrainResult, ratio
@@ -117,7 +118,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     roots = [store.parent for store in directory.stores]
     settings = [each for root in roots for each in measured_settings(root)]
     with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
-        return probe_machine(
+        machine = probe_machine(
             roots,
             engine=engine,
             kernels=load_kernels(),
@@ -128,6 +129,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
         )
+    return machine.held_to(config.tiers.storage.rate_limits_of(len(roots)))
 
 
 def _probe_again(

@@ -67,7 +67,7 @@ def test_a_file_as_storage_path_is_named(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     # Root may write anywhere: what the system would answer others is given here.
-    monkeypatch.setattr("offload.runs.planning.os.access", lambda *_: False)
+    monkeypatch.setattr("offload.runs.planned_storage.os.access", lambda *_: False)
 
     assert_refused(tmp_path, ConfigError, str(tmp_path))
 
