@@ -14,6 +14,7 @@ from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
+from offload.runs.adoption import OnNotice, settle_policy
 from offload.runs.commits import committed_step
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
@@ -40,6 +41,7 @@ def run_training(
     run_dir: str | Path | None = None,
     resume: Resume = None,
     progress: Progress | None = None,
+    on_notice: OnNotice = lambda _: None,
     validates: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
@@ -49,6 +51,7 @@ def run_training(
         run_dir: A new directory, or an existing one with `resume`; None makes one.
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
+        on_notice: Told in a line what is measured for, and chosen in, a policy with `"auto"`.
         validates: False leaves validation out before the first and after the last step.
 
     Raises:
@@ -59,6 +62,7 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
+    config = settle_policy(config, directory, on_notice=on_notice)
     plan = plan_run(config, stores=directory.stores)
     plan.require_fit()
     text = _open_text(config)

@@ -42,14 +42,19 @@ def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | N
     )
 
 
-def _activation_options(config: Config) -> ActivationOptions:
-    asked = config.activations
-    moves = asked.offload if config.offload else "none"
+def warn_of_activations(config: Config) -> None:
+    """Says so where moving activations frees nothing."""
+    moves = config.activations.offload if config.offload else "none"
     if moves == "host" and config.tiers.device.kind == "cpu":
         _log.warning(
             "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
             "within it; `storage` frees it"
         )
+
+
+def _activation_options(config: Config) -> ActivationOptions:
+    asked = config.activations
+    moves = asked.offload if config.offload else "none"
     return ActivationOptions(
         checkpoint=asked.checkpoint,
         offload=moves,
