@@ -295,7 +295,9 @@ class PolicyConfig(Section):
     AUTO_KEYS: ClassVar = ("parameters", "optimizer", "order", "overlap", "prefetch")
 
     parameters: Literal["device", "host", "storage"]
-    """The tier in which parameters live between uses."""
+    """The tier in which parameters live between uses. `"device"` keeps all of them in the device's
+    memory, where passes use them at once, and in host memory, where updates change them; on device
+    `cpu`, whose memory is the host's, it is `"host"`."""
     optimizer: Literal["host", "storage"]
     """The tier in which optimizer state lives between updates."""
     order: OrderName
@@ -411,6 +413,18 @@ class Config(Section):
     """What becomes of activations between forward and backward."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Named commits kept beside the newest."""
+
+    @property
+    def parameter_tier(self) -> Literal["device", "host", "storage"]:
+        """The tier in which parameters live on this device, with offloading or without."""
+        if not self.offload or self.policy.parameters == "device":
+            return "host" if self.tiers.device.kind == "cpu" else "device"
+        return self.policy.parameters
+
+    @property
+    def optimizer_tier(self) -> Literal["host", "storage"]:
+        """The tier in which optimizer state lives, with offloading or without."""
+        return self.policy.optimizer if self.offload else "host"
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

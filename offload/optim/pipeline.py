@@ -52,8 +52,8 @@ class RecordSource(Protocol):
         """Says that the reading of `record` begins."""
         ...
 
-    def choose(self, ready: Sequence[Record]) -> Record:
-        """Returns which of the records that are in memory is updated next."""
+    def choose(self, ready: Sequence[Record]) -> Record | None:
+        """Returns which of the records that are in memory is updated next; None: none may yet."""
         ...
 
     def is_open(self) -> bool:
@@ -95,6 +95,7 @@ class UpdateJob:
         kept: Names of records whose state stays in memory after its update, not written.
         stalls: Where waits are added.
         on_updated: Called when the parameters of a record have their new values where they live.
+        on_computed: Called with the new parameters of a record, by subgroup, that are stored.
         is_staged: Whether what is written becomes current later. Cached records are left alone.
     """
 
@@ -105,6 +106,7 @@ class UpdateJob:
     kept: Container[str]
     stalls: StallAccount
     on_updated: Callable[[Record], None] = lambda _: None
+    on_computed: Callable[[Record, Mapping[str, memoryview]], None] = lambda *_: None
     is_staged: bool = False
 
 
@@ -328,13 +330,14 @@ class _Run:
                 self._reap()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
-                if ready:
-                    self._update(ready)
-                elif reading:
-                    self._pipeline.wait_any(reading[0], self._job, "reading records")
+                coming = [current for current in reading if current not in ready]
+                if (current := self._choose(ready)) is not None:
+                    self._update(current)
+                elif coming:
+                    self._pipeline.wait_any(coming[0], self._job, "reading records")
                 elif writing:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
-                elif source.is_open():
+                elif ready or source.is_open():
                     self._pipeline.wait_woken()
         except BaseException:
             self._pipeline.abandon(reading, writing)
@@ -423,17 +426,24 @@ class _Run:
         )
         return used < subgroup.num_elements
 
-    def _update(self, ready: Sequence[_InFlight]) -> None:
-        """Updates one of the records that are there, and starts writing it."""
+    def _choose(self, ready: Sequence[_InFlight]) -> _InFlight | None:
+        """Returns which of the records that are there is updated next, if one may be."""
+        if not ready:
+            return None
         record = self._job.source.choose([current.record for current in ready])
-        (current,) = (each for each in ready if each.record is record)
+        return next((current for current in ready if current.record is record), None)
+
+    def _update(self, current: _InFlight) -> None:
+        """Updates a record that is there, and starts writing it."""
         for ticket in current.tickets:
             ticket.wait()
         self._pipeline.compute(current, self._job)
         self._reading.remove(current)
         self._start_write(current)
         if self._state.parameters is not None:
-            self._job.on_updated(record)
+            self._job.on_updated(current.record)
+        elif current.buffer is not None:
+            self._job.on_computed(current.record, current.buffer.parameters)
 
     def _start_write(self, current: _InFlight) -> None:
         """Moves the record that was updated on to `writing`, if anything of it is stored."""

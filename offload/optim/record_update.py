@@ -52,6 +52,8 @@ class RecordUpdate:
             self._state.dirty.add(state_key(record))
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in record.subgroups)
+        if self._state.elsewhere is not None:
+            self._state.elsewhere.send(record.subgroups)
 
     def _update_whole(
         self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]

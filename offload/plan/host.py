@@ -12,7 +12,8 @@ from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, sp
 from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
-Placement = Literal["host", "storage"]
+Placement = Literal["device", "host", "storage"]
+"""A tier. What lives on a device has its place in host memory too, where updates change it."""
 
 MAX_BUFFERS = 12
 """Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
@@ -140,7 +141,7 @@ def plan_host(
     """
     moved = activations if activations is not None and is_training else ActivationPlan()
     kept = keep_gradients(layout, gradient_dtype) if is_training else GradientPlan()
-    on_host = parameters == "host"
+    on_host = parameters != "storage"
     resident_parameters = layout.parameter_bytes if on_host else 0
     slot_bytes = 0 if on_host else slot_bytes_of(layout, tiled)
     resident_state = layout.state_bytes if optimizer == "host" and is_training else 0

@@ -1,6 +1,6 @@
 """What a step of a planned run will take: a simulation under the run's own policy."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout
@@ -51,6 +51,7 @@ def predict_step(
     passes: Sequence[PassTimes],
     other_s: float = 0.0,
     tokens: int = 0,
+    handed_over: Collection[str] = (),
 ) -> Prediction:
     """Returns the times of a step in steady state.
 
@@ -63,6 +64,7 @@ def predict_step(
         passes: Of each unit in one micro-step.
         other_s: Of a step, what is neither pass nor update.
         tokens: Of a step.
+        handed_over: Names of the subgroups whose updates find their unit's slot.
     """
     micro_steps = len(traffic.micro_steps)
     work = work_of(
@@ -73,6 +75,7 @@ def predict_step(
         micro_steps=micro_steps,
         other_s=other_s,
         spilled=spilled_sizes(layout, host.gradients) if host else None,
+        handed_over=handed_over,
     )
     step = simulate(work, SimulatedMachine(rates=machine), _policy(layout, host, choices))
     bound_s = None

@@ -52,6 +52,8 @@ class RunPlan:
     """Most units that one call needs at once."""
     tiled: frozenset[str] = frozenset()
     """Units of one weight each that no slot holds: they are computed in pieces."""
+    handed_over: frozenset[str] = frozenset()
+    """Subgroups that go from their update into the slot in which the next forward uses them."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"

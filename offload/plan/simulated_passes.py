@@ -92,10 +92,17 @@ class SimulatedPasses:
         self._compute = compute
         self._link = link
         self._keys: list[list[str]] = [[] for _ in work.units]
+        # Of a forward under which updates run: what comes from them is not read.
+        self._read_keys: list[list[str]] = [[] for _ in work.units]
+        self._is_handed_over = [False for _ in work.units]
         for index, record in enumerate(work.records):
             for piece in record.pieces:
                 if piece.num_bytes:
                     self._keys[piece.unit].append(piece_key(index, piece))
+                if piece.is_handed_over:
+                    self._is_handed_over[piece.unit] = True
+                elif piece.num_bytes:
+                    self._read_keys[piece.unit].append(piece_key(index, piece))
         self._last_of: dict[int, list[int]] = {}
         for index, record in enumerate(work.records):
             # Backward goes from the last unit to the first: that one completes a record.
@@ -113,6 +120,7 @@ class SimulatedPasses:
                 key = f"frozen/{number}"
                 self._store.place(key, unit.frozen_bytes)
                 self._keys[number].append(key)
+                self._read_keys[number].append(key)
 
     def records_completed_by(self, unit: int) -> Sequence[int]:
         """Returns the records whose gradients are complete after the backward of `unit`."""
@@ -144,8 +152,9 @@ class SimulatedPasses:
             if (use.micro_step, use.is_backward) != kind:
                 return
             self._fetch(position, uses, fetched, may_fetch, Urgency.NEEDED)
-            ahead = min(self._distance, self._num_slots - 1)
-            for later in range(position + 1, min(position + 1 + ahead, len(uses))):
+            for later in range(position + 1, min(position + self._num_slots, len(uses))):
+                if later > position + self._distance and not self._comes_from_update(uses[later]):
+                    break
                 self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
             fetch, asked_s = fetched.pop(position), self._clock.now_s
             yield fetch.allowed
@@ -168,6 +177,10 @@ class SimulatedPasses:
         has_spilled = bool(self._work.records[index].spilled_bytes)
         return self._store.read(spill_key(index)) if has_spilled else []
 
+    def _comes_from_update(self, use: Use) -> bool:
+        is_under_update = use.micro_step == 0 and not use.is_backward
+        return is_under_update and self._is_handed_over[use.unit]
+
     def _fetch(
         self,
         position: int,
@@ -184,5 +197,6 @@ class SimulatedPasses:
 
     def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
         yield allowed
-        yield [t for key in self._keys[use.unit] for t in self._store.read(key, urgency)]
+        keys = self._read_keys if self._comes_from_update(use) else self._keys
+        yield [t for key in keys[use.unit] for t in self._store.read(key, urgency)]
         yield self._link.up(self._work.units[use.unit].link_bytes)

@@ -146,7 +146,9 @@ class SimulatedUpdate:
     def _pass_s(self, current: _InFlight) -> float:
         record = self._records[current.index]
         moved = 0 if current.is_hit else 2 * record.state_bytes
-        moved += sum(piece.num_bytes * (1 + piece.is_read) for piece in record.pieces)
+        moved += sum(
+            piece.num_bytes * (1 + piece.is_read + piece.is_handed_over) for piece in record.pieces
+        )
         return self._kernel_s(record, moved + record.spilled_bytes)
 
     def _read_ahead(

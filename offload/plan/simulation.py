@@ -127,6 +127,8 @@ class _Simulation:
             for piece in record.pieces:
                 self._records_of[piece.unit].append(index)
         self._updated = [_happened() for _ in work.records]
+        self._slotted: list[Ticket] = []
+        """Of each unit, when it has a slot in the forward that the pending update runs under."""
         self._pending = _happened()
         """The update of the step before, where it runs under the next forward."""
         self._marks: list[_Marks] = []
@@ -205,6 +207,7 @@ class _Simulation:
         """
         policy = self._policy
         updated = [Ticket() for _ in self._work.records]
+        slotted = [Ticket() for _ in self._work.units]
         ready: Sequence[Ticket] = complete
         sequence: Sequence[int] | None = None
         if not policy.updates_in_backward:
@@ -223,7 +226,13 @@ class _Simulation:
             ]
             sequence = sorted(arriving, key=lambda index: index in kept)
         if policy.overlap is not None:
-            self._updated = updated
+            self._updated, self._slotted = updated, slotted
+            ready = [
+                self._clock.spawn(_wait([gate, *self._slots_of(record, slotted)]))
+                if gate is stepped
+                else gate
+                for gate, record in zip(ready, self._work.records, strict=True)
+            ]
         before = self._pending
 
         def process() -> Process:
@@ -238,10 +247,18 @@ class _Simulation:
         return self._clock.spawn(process())
 
     def _may_fetch(self, use: Use) -> Ticket:
-        """A unit's parameters are there when every record of it is updated."""
+        """A unit's parameters are there when every record of it is updated.
+
+        Who asks has a slot for it, which the updates wait for.
+        """
         if self._policy.overlap is None or use.micro_step or use.is_backward:
             return _happened()
+        if self._slotted and not self._slotted[use.unit].is_done:
+            self._slotted[use.unit].complete()
         return self._clock.spawn(_wait([self._updated[i] for i in self._records_of[use.unit]]))
+
+    def _slots_of(self, record: RecordWork, slotted: Sequence[Ticket]) -> list[Ticket]:
+        return [slotted[piece.unit] for piece in record.pieces if piece.is_handed_over]
 
     def _on_backward(
         self, use: Use, down: Ticket, complete: Sequence[Ticket], spills: list[Ticket]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from offload.config.scenario import ScenarioMachine, ScenarioRun
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.layout.model import RECORD_ELEMENTS
+from offload.plan.handover import handed_over, records_under_forward
 from offload.plan.host import CACHING_BUFFERS, MAX_BUFFERS, HostPlan, Placement, plan_host
 from offload.plan.simulated_update import WindowSize
 from offload.plan.simulation import SimulatedPolicy
@@ -59,6 +60,8 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
     choices = run.policy
     layout = _layout(run, codec=choices.codec, record_elements=_engine_record_elements(run))
     parameters: Placement = "storage" if choices.parameters == "storage" else "host"
+    host = _host_plan(run, layout, parameters)
+    records = records_under_forward(layout, choices.order, choices.overlap, host.num_cached)
     work = work_of(
         layout,
         parameters=parameters,
@@ -66,10 +69,10 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
         passes=_passes(layout, run, machine),
         micro_steps=run.micro_steps,
         copies_to_device=machine.gpus > 0 and machine.link_bytes_per_s is not None,
+        handed_over=handed_over(layout, host.num_slots, records=records),
     )
     if choices.parameters == "device":
         work = replace(work, units=tuple(replace(unit, link_bytes=0) for unit in work.units))
-    host = _host_plan(run, layout, parameters)
     record_bytes = max(record.state_bytes for record in work.records)
 
     def make_policy() -> SimulatedPolicy:

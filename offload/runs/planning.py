@@ -1,13 +1,13 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal, cast
 
 from torch import nn
 
 from offload.config import Config
 from offload.layout import ModelLayout
+from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
@@ -56,6 +56,7 @@ def plan_run(
     arrangement = arrange_run(config, model)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
+    handed = _handed_over(config, arrangement)
     directories = existing_directories(config, stores)
     spilled = spilled_bytes(config)
     known = read_profile() if profile is None else profile
@@ -71,7 +72,10 @@ def plan_run(
             "offload": config.activations.offload if config.offload else "none",
         },
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host, kept=_kept_bytes(config, arrangement)),
+        traffic=plan_traffic(
+            config, layout, host, kept=_kept_bytes(config, arrangement), handed_over=handed
+        ),
+        handed_over=handed,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -99,8 +103,8 @@ def choices_of(config: Config) -> Choices:
     """Returns the run's policy; without offloading everything is in memory."""
     policy = config.policy
     return Choices(
-        parameters=_placement(policy.parameters) if config.offload else "host",
-        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         order=policy.order,
         overlap=policy.overlap if config.offload else "none",
         striping=policy.striping,
@@ -109,7 +113,12 @@ def choices_of(config: Config) -> Choices:
 
 
 def plan_traffic(
-    config: Config, layout: ModelLayout, host: HostPlan | None, *, kept: int = 0
+    config: Config,
+    layout: ModelLayout,
+    host: HostPlan | None,
+    *,
+    kept: int = 0,
+    handed_over: Collection[str] = (),
 ) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
@@ -118,13 +127,15 @@ def plan_traffic(
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
         kept: Parameter bytes that a backward does not read.
+        handed_over: Names of the subgroups that the first forward does not read.
     """
     return step_traffic(
         ModelBytes.of(layout),
-        parameters=_placement(config.policy.parameters) if config.offload else "host",
-        optimizer=_placement(config.policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
+        kept_forward_bytes=[handed_over_bytes(layout, handed_over)],
         kept_backward_bytes=[kept] * config.train.micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
@@ -137,9 +148,7 @@ def _has_device_memory(config: Config) -> bool:
 def _kept_bytes(config: Config, arrangement: Arrangement) -> int:
     """Returns the bytes of units that stay for backward, or that backward does not ask for."""
     discovered, layout = arrangement.discovered, arrangement.layout
-    slots = arrangement.device if _has_device_memory(config) else arrangement.host
-    num_slots = slots.num_slots if config.offload else 0
-    num_free = max(num_slots - (discovered.co_resident_units - 1), 0)
+    num_free = _num_free_slots(config, arrangement)
     tiled = discovered.wide_names
     whole = [i for i, unit in enumerate(layout.units) if unit.name not in tiled]
     kept = set(whole[-num_free:] if num_free else ())
@@ -147,6 +156,28 @@ def _kept_bytes(config: Config, arrangement: Arrangement) -> int:
     return kept_for_backward_bytes(layout, num_free, tiled=tiled) + sum(
         discovered.units[index].num_bytes for index in not_asked_for
     )
+
+
+def _handed_over(config: Config, arrangement: Arrangement) -> frozenset[str]:
+    """Returns the subgroups that go from their update into a slot."""
+    policy, host, layout = config.policy, arrangement.host, arrangement.layout
+    if not config.offload or policy.parameters != "storage":
+        return frozenset()
+    return handed_over(
+        layout,
+        # Where the device has memory of its own they come through the slots in the host's.
+        min(_num_free_slots(config, arrangement), host.num_slots),
+        records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
+        tiled=arrangement.discovered.wide_names,
+        is_finished_at_once=config.tiers.storage.commit_every == 1,
+    )
+
+
+def _num_free_slots(config: Config, arrangement: Arrangement) -> int:
+    """Returns how many slots there are beside those that enclosing calls hold."""
+    slots = arrangement.device if _has_device_memory(config) else arrangement.host
+    num_slots = slots.num_slots if config.offload else 0
+    return max(num_slots - (arrangement.discovered.co_resident_units - 1), 0)
 
 
 def _forecast_commits(
@@ -175,11 +206,6 @@ def _cached_bytes(config: Config, layout: ModelLayout, host: HostPlan | None) ->
     records = layout.records
     kept = resolve_order(config.policy.order).kept(len(records), host.num_cached, step=1)
     return sum(records[index].num_bytes for index in kept)
-
-
-def _placement(name: str) -> Literal["host", "storage"]:
-    # Device arenas are host arenas on the unified `cpu` device.
-    return cast(Literal["host", "storage"], "host" if name == "device" else name)
 
 
 def _policy(config: Config) -> dict[str, str]:

@@ -23,6 +23,7 @@ from offload.runs.model import gpt_shape
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import plan_run
 from offload.runs.probe import ProbeSize, probe_machine
+from offload.runs.refinement import refine_profile
 from offload.runs.restore import copy_in
 from offload.runs.result import StepMedians, TrainResult, ratio
 from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
@@ -82,10 +83,27 @@ def run_training(
         progress=progress,
         validates=validates,
     ).execute()
+    rate_factor = None
     if machine is not None:
         machine = _probe_again(machine, config, plan, directory)
-    result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
+        machine, rate_factor = summary.recorder.raised(machine)
+    result = _result(
+        config,
+        directory=directory,
+        plan=plan,
+        machine=machine,
+        rate_factor=rate_factor,
+        summary=summary,
+    )
     directory.write_result(result.to_json(), has_steps=summary.done >= summary.first_step)
+    refine_profile(
+        config,
+        plan,
+        summary,
+        machine=machine,
+        directories=[store.parent for store in directory.stores],
+        activation_bytes=result.activation_peak_bytes,
+    )
     return result
 
 
@@ -118,7 +136,6 @@ def _open_text(config: Config) -> Text:
 def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     assert plan.host is not None  # as is the next: this run is offloaded
     assert plan.storage is not None
-    dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
     roots = [store.parent for store in directory.stores]
     settings = [each for root in roots for each in measured_settings(root)]
     with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
@@ -128,7 +145,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
             kernels=load_kernels(),
             codec=config.optimizer.codec,
             rule=config.optimizer.rule,
-            dtype=max(dtypes, key=dtypes.count, default="bfloat16"),
+            dtype=plan.layout.usual_dtype,
             size=ProbeSize.within(
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
@@ -155,12 +172,10 @@ def _result(
     directory: RunDirectory,
     plan: RunPlan,
     machine: Machine | None,
+    rate_factor: float | None,
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
-    rate_factor = None
-    if machine is not None:
-        machine, rate_factor = recorder.raised(machine)
     medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(

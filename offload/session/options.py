@@ -24,12 +24,11 @@ def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | N
     """
     if units is not None:
         config = resolve(config, {f"units.{key}": value for key, value in units.items()})
-    on_storage = config.offload
     return WrapOptions(
         budget_bytes=config.tiers.host.memory if config.offload else None,
         device_budget_bytes=config.tiers.device.memory,
-        parameters="storage" if on_storage and config.policy.parameters == "storage" else "host",
-        optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         codec=config.optimizer.codec,
         rule=config.optimizer.rule,
         matrices=config.optimizer.whole_patterns,
@@ -42,8 +41,13 @@ def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | N
     )
 
 
-def warn_of_activations(config: Config) -> None:
-    """Says so where moving activations frees nothing."""
+def warn_of_tiers(config: Config) -> None:
+    """Says so where a tier that was named is another's memory, or moving there frees nothing."""
+    if config.offload and config.policy.parameters != config.parameter_tier:
+        _log.warning(
+            "`policy.parameters` = `device` is `host` on device `%s`: it computes in host memory",
+            config.tiers.device.kind,
+        )
     moves = config.activations.offload if config.offload else "none"
     if moves == "host" and config.tiers.device.kind == "cpu":
         _log.warning(

@@ -25,7 +25,7 @@ from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.session.arguments import path_list, resolve, size_bytes
-from offload.session.options import warn_of_activations, wrap_options
+from offload.session.options import warn_of_tiers, wrap_options
 from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
 from offload.sizes import parse_duration
@@ -237,7 +237,7 @@ class Session:
                 "cannot give a model `device_memory` on a device that computes in host memory: "
                 f"expected none, found `{device_memory}`; pass `host_memory`"
             )
-        warn_of_activations(self.config)
+        warn_of_tiers(self.config)
         options = dataclasses.replace(
             wrap_options(self.config, training=training, units=units),
             name=name,

@@ -34,6 +34,9 @@ class SessionStats:
     stalls: tuple[Stall, ...] = ()
     """What the caller's thread waited for, longest first."""
     accesses: int = 0
+    """Of passes to units that had to be fetched."""
+    updated_in_place: int = 0
+    """Of passes to units that came from their update straight into their slot: none was fetched."""
     prefetch_hits: int = 0
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
@@ -88,6 +91,7 @@ def count(
         update_read_bytes=wrapped.counters.update_read_bytes,
         stalls=wrapped.counters.stalls,
         accesses=accesses,
+        updated_in_place=sum(each.updated_in_place for each in counters),
         prefetch_hits=hits,
         prefetch_misses=accesses - hits,
         registered_bytes=registered_bytes,

@@ -74,8 +74,7 @@ def arrange(
         )
 
     plain = try_with(frozenset())
-    is_streamed = options.parameters == "storage" or not is_unified
-    if not is_streamed or (stored is None and plain.fits):
+    if not options.is_streamed(is_unified=is_unified) or (stored is None and plain.fits):
         return plain
     whole = whole_matrices(plain.discovered, options.matrices)
     candidates = wide_candidates(model, besides=whole)

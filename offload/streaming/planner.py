@@ -71,8 +71,8 @@ class Planner:
         return plan_device(
             layout,
             budget_bytes=budget_bytes,
+            parameters=self.options.parameters,
             co_resident_units=self.co_resident_units,
             prefetch_distance=self.options.prefetch_distance,
-            holds_all=self.options.budget_bytes is None,
             tiled=self.tiled,
         )

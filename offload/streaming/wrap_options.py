@@ -56,6 +56,10 @@ class WrapOptions:
     overlap: str = "none"
     beside: Beside = field(default_factory=Beside)
 
+    def is_streamed(self, *, is_unified: bool) -> bool:
+        """Tells whether units come and go where the device computes."""
+        return self.parameters == "storage" or (self.parameters == "host" and not is_unified)
+
     @property
     def spills_gradients(self) -> bool:
         """Whether gradients may go to storage."""

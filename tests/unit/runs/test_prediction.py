@@ -202,6 +202,16 @@ def test_each_choice_has_one_line_and_what_budgets_leave_out_is_listed(text):
     assert plan["co_resident"]["units"] == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_counts_what_autocast_may_keep_of_fp32_weights(text, dtype):
+    plan = plan_and_predict(config(text, **{"model.dtype": dtype})).to_json()
+
+    kept = [each["num_bytes"] for each in plan["not_covered"] if "autocast" in each["what"]]
+    assert len(kept) == (dtype == "float32")
+    # Two bytes for each element but those of biases and norms.
+    assert all(1.9 * plan["parameters"] < num_bytes < 2 * plan["parameters"] for num_bytes in kept)
+
+
 def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tmp_path):
     rates = "read_bytes_per_s = 4e8\nwrite_bytes_per_s = 2e8\nmixed_bytes_per_s = 2e8\n"
     profile = tmp_path / "machine.toml"
