@@ -92,6 +92,7 @@ class EngineUpdates:
                 states=self._memory.states,
                 parameters=self._memory.parameters,
                 num_cached=self._plan.num_cached,
+                num_places=self._plan.num_places,
             )
             self._pipeline = UpdatePipeline(self._state, self._window, load_kernels())
             if self._deferred is not None:

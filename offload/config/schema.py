@@ -213,6 +213,9 @@ class HostTierConfig(Section):
     memory: Size | None = None
     """Hard budget for parameters, gradients, optimizer state and the windows in which they move.
     Required unless `offload = false`."""
+    window: Size | None = None
+    """Part of `memory` for optimizer records that are read, updated and written at one time, at
+    most. Without it 64 MiB, or what the queues of the paths hold, as measured, if that is more."""
 
 
 class StorageTierConfig(Section):

@@ -19,6 +19,7 @@ from offload.plan.traffic import (
     kept_for_backward_bytes,
     step_traffic,
 )
+from offload.plan.window import window_bytes_for
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
@@ -39,6 +40,7 @@ def plan_run(
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
     model: nn.Module | None = None,
+    stored: ModelLayout | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -47,19 +49,21 @@ def plan_run(
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
         model: The run's, without values; None: it is built now.
+        stored: The layout of the store that is gone on with; None: what suits the budget.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     require_writable_paths(config, stores)
+    directories = existing_directories(config, stores)
+    known = read_profile() if profile is None else profile
+    config = _with_window(config, directories, known)
     model = build_meta_model(config.model) if model is None else model
-    arrangement = arrange_run(config, model)
+    arrangement = arrange_run(config, model, stored=stored)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
     handed = _handed_over(config, arrangement)
-    directories = existing_directories(config, stores)
     spilled = spilled_bytes(config)
-    known = read_profile() if profile is None else profile
     return RunPlan(
         layout=layout,
         host=host,
@@ -85,13 +89,22 @@ def plan_run(
         choices=choices_of(config),
         savings=()
         if host is None or host.fits
-        else tuple(possible_savings(config, model, smallest_bytes=host.smallest_bytes)),
+        else tuple(
+            possible_savings(config, model, stored=stored, smallest_bytes=host.smallest_bytes)
+        ),
         drains=config.checkpoint.drain is not None,
         co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
         tiled=discovered.wide_names,
     )
+
+
+def _with_window(config: Config, directories: Sequence[Path], profile: MachineProfile) -> Config:
+    host, tiers = config.tiers.host, config.tiers
+    window_bytes = window_bytes_for(host.window, directories, profile)
+    host = host.model_copy(update={"window": window_bytes})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"host": host})})
 
 
 def tokens_per_step(config: Config) -> int:

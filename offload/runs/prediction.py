@@ -7,6 +7,7 @@ from pathlib import Path
 from offload.config import Config
 from offload.devices.opening import require_device
 from offload.errors import ConfigError
+from offload.layout import ModelLayout
 from offload.plan.alternatives import Adoption, Alternative
 from offload.plan.machine_profile import (
     MachineProfile,
@@ -26,6 +27,7 @@ def plan_and_predict(
     config: Config,
     *,
     stores: Sequence[Path] = (),
+    stored: ModelLayout | None = None,
     machine_file: Path | None = None,
     open_keys: Collection[str] = (),
     on_measure: OnMeasure = lambda _: None,
@@ -42,6 +44,7 @@ def plan_and_predict(
     Args:
         config: Of the run.
         stores: Where the store goes on each path; none: below the current directory.
+        stored: The layout of the store that is gone on with.
         machine_file: The profile; None: the default one, which may be missing.
         open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
@@ -51,7 +54,7 @@ def plan_and_predict(
     model = build_meta_model(config.model)
 
     def plan_of(config: Config) -> RunPlan:
-        return plan_run(config, stores=stores, profile=profile, model=model)
+        return plan_run(config, stores=stores, profile=profile, model=model, stored=stored)
 
     plan = plan_of(config)
     if not plan.fits:

@@ -7,6 +7,7 @@ from pathlib import Path
 from offload.config import Config
 from offload.devices.opening import require_device
 from offload.errors import ConfigError, StorageError
+from offload.layout import ModelLayout
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.lost_work import LostWork
@@ -15,7 +16,7 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
 from offload.runs.adoption import OnNotice, settle_policy
-from offload.runs.commits import committed_step
+from offload.runs.commits import committed_step, stored_layout
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
@@ -63,8 +64,9 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
-    config = settle_policy(config, directory, on_notice=on_notice)
-    plan = plan_run(config, stores=directory.stores)
+    stored = _stored_layout(directory)
+    config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
+    plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
@@ -121,6 +123,14 @@ def _require_resumable(config: Config, directory: RunDirectory) -> None:
             f"more, as {done} steps are done and committed, found {config.train.steps}; raise "
             "`train.steps` to go on"
         )
+
+
+def _stored_layout(directory: RunDirectory) -> ModelLayout | None:
+    """Returns how a store that is gone on with is laid out; None where there is none."""
+    if not directory.is_resumed:
+        return None
+    copied = directory.copied_from
+    return stored_layout(directory.stores if copied is None else [copied])
 
 
 def _open_text(config: Config) -> Text:

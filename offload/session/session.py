@@ -239,7 +239,7 @@ class Session:
             )
         warn_of_tiers(self.config)
         options = dataclasses.replace(
-            wrap_options(self.config, training=training, units=units),
+            wrap_options(self.config, training=training, units=units, roots=self._roots),
             name=name,
             **self._models.parts(host=size_bytes(host_memory), device=size_bytes(device_memory)),
         )

@@ -65,6 +65,7 @@ class Planner:
             activations=options.activations.plan,
             spills_gradients=options.spills_gradients,
             tiled=self.tiled,
+            window_bytes=options.window_bytes,
         )
 
     def _device_within(self, layout: ModelLayout, budget_bytes: int | None) -> DevicePlan:

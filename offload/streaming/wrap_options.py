@@ -5,6 +5,7 @@ from typing import Literal
 
 from offload.plan.gradients import may_spill
 from offload.plan.host import Placement
+from offload.plan.window import WINDOW_BYTES
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.unit_modules import UnitRules
 
@@ -38,6 +39,7 @@ class WrapOptions:
         name: Of a model beside the one without a name: its records begin with it, and it takes no
             more of the budgets than what it needs and what is fetched ahead.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
+        window_bytes: Of records that are read, updated and written at one time, at most.
     """
 
     budget_bytes: int | None
@@ -55,6 +57,7 @@ class WrapOptions:
     name: str | None = None
     overlap: str = "none"
     beside: Beside = field(default_factory=Beside)
+    window_bytes: int = WINDOW_BYTES
 
     def is_streamed(self, *, is_unified: bool) -> bool:
         """Tells whether units come and go where the device computes."""

@@ -437,6 +437,7 @@ class WrappedModel:
             states=memory.states,
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
+            num_places=self.plan.num_places,
             gradients=memory.gradient_buffers,
             gradient_bytes=spilled_sizes(self.layout, self.plan.gradients),
         )
