@@ -59,8 +59,8 @@ class ParametersElsewhere(Protocol):
         """Makes host memory free to change."""
         ...
 
-    def send(self, subgroups: Iterable[Subgroup]) -> None:
-        """Starts copying there what was updated."""
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying there elements of a flat shard that were updated."""
         ...
 
     def send_all(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from offload.devices import Copy, Device
-from offload.layout import ModelLayout, Subgroup
+from offload.layout import ModelLayout
 from offload.memory import Region, memory_of
 
 
@@ -14,8 +14,9 @@ class DeviceParameters:
 
     [Note: a step's copies to a device]
     Between steps the device's bytes are the parameters. A step's updates write those in host
-    memory, which they read too, and each record is copied up as soon as it is updated. So passes
-    move no parameter, and a step moves each that it changed once.
+    memory, which they read too, and what a record's update changed is copied up at once. So passes
+    move no parameter, and a step moves each that it changed once. Nothing else is copied: what has
+    no update is not hidden while others wait for theirs, and the user may change it meanwhile.
 
     Attributes:
         flat: The shards on the device, by name, 1-D.
@@ -65,20 +66,18 @@ class DeviceParameters:
             copies.clear()
         self._device.note_uses(self._bases)
 
-    def send(self, subgroups: Iterable[Subgroup]) -> None:
-        """Starts copying subgroups to the device."""
-        for subgroup in subgroups:
-            start = subgroup.offset_bytes
-            stop = start + subgroup.parameter_bytes
-            source = memory_of(self._host[subgroup.shard])[start:stop]
-            into = self.flat[subgroup.shard].view(torch.uint8)[start:stop]
-            number = self._unit_of[subgroup.shard]
-            self._sent[number].append(self._device.copy_in(source, into))
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying elements of a flat shard to the device."""
+        flat, source = self.flat[shard], memory_of(self._host[shard])
+        begin, end = start * flat.element_size(), stop * flat.element_size()
+        into = flat.view(torch.uint8)[begin:end]
+        copy = self._device.copy_in(source[begin:end], into)
+        self._sent[self._unit_of[shard]].append(copy)
 
     def send_all(self) -> None:
         """Starts copying every parameter to the device."""
-        for subgroups in self._layout.subgroups.values():
-            self.send(subgroups)
+        for name, flat in self.flat.items():
+            self.send(name, 0, len(flat))
 
     def wait(self, unit: int) -> None:
         """Orders what is computed from now on after the copies of a unit."""

@@ -149,6 +149,32 @@ def test_edits_on_the_device_are_honoured_and_committed(tmp_path, overlap):
         require_equal_state(session, resumed, reference)
 
 
+def test_an_edit_while_updates_of_its_neighbours_are_on_their_way_is_kept(tmp_path):
+    """`up.bias` has no update, and lies in a subgroup with parameters that have one."""
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    slow = {"tiers": {"device": {"link_latency": "0.02s"}}}
+    with _session(tmp_path, overlap="forward", config=slow) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+
+        for step in (1, 2):
+            for m in (model, reference.model):
+                loss_of(m, step).backward()
+                m.blocks[0].up.bias.grad = None
+            optimizer.step()
+            reference.step()
+            with torch.no_grad():  # through `parameters()`, which waits for nothing
+                for m in (model, reference.model):
+                    dict(m.named_parameters())["blocks.0.up.bias"].fill_(0.25 * step)
+            reference.edited("blocks.0.up.bias")
+            optimizer.zero_grad()
+            reference.model.zero_grad()
+
+        require_equal_state(session, model, reference)
+        train_both(model, optimizer, reference, steps=1, first=3)
+
+
 @pytest.mark.parametrize("first, then, resumed_on", RESUMES)
 def test_a_run_resumes_under_another_placement(tmp_path, first, then, resumed_on):
     model, reference = build(SmallGPT), Reference(build(SmallGPT), **OPTIONS)
