@@ -75,6 +75,10 @@ class ParametersElsewhere(Protocol):
         """Copies parameters that were changed there to host memory."""
         ...
 
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes there are not those in host memory."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelState:
