@@ -53,7 +53,9 @@ def main():
     kind.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
     parser.add_argument("--order", choices=("alternating", "resident"), default="alternating")
     parser.add_argument("--striping", default="adaptive")
-    parser.add_argument("--overlap", choices=("none", "forward"), default="none")
+    parser.add_argument(
+        "--overlap", choices=("none", "forward", "backward", "both"), default="none"
+    )
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.overlap != "none":

@@ -201,6 +201,9 @@ class HostTierConfig(Section):
     memory: Size | None = None
     """Hard budget for parameters, gradients, optimizer state and the windows in which they move.
     Required unless `offload = false`."""
+    window: Size | None = None
+    """Part of `memory` for optimizer records that are read, updated and written at one time, at
+    most. Without it 64 MiB, or what the queues of the paths hold, as measured, if that is more."""
 
 
 class StorageTierConfig(Section):
@@ -272,7 +275,9 @@ class PolicyConfig(Section):
     """What is kept where and moved when. A preset gives what a run does not set."""
 
     parameters: Literal["device", "host", "storage"]
-    """The tier in which parameters live between uses."""
+    """The tier in which parameters live between uses. `"device"` keeps all of them in the device's
+    memory, where passes use them at once, and in host memory, where updates change them; on device
+    `cpu`, whose memory is the host's, it is `"host"`."""
     optimizer: Literal["host", "storage"]
     """The tier in which optimizer state lives between updates."""
     order: OrderName
@@ -356,6 +361,18 @@ class Config(Section):
     """What becomes of activations between forward and backward."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Named commits kept beside the newest."""
+
+    @property
+    def parameter_tier(self) -> Literal["device", "host", "storage"]:
+        """The tier in which parameters live on this device, with offloading or without."""
+        if not self.offload or self.policy.parameters == "device":
+            return "host" if self.tiers.device.kind == "cpu" else "device"
+        return self.policy.parameters
+
+    @property
+    def optimizer_tier(self) -> Literal["host", "storage"]:
+        """The tier in which optimizer state lives, with offloading or without."""
+        return self.policy.optimizer if self.offload else "host"
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

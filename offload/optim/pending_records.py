@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from offload.layout import Record
 from offload.optim.handover import Handovers
@@ -51,7 +51,8 @@ class PendingRecords:
         self._needed.discard(number)
         return number
 
-    def peek(self) -> Record | None:
+    def peek(self, *, besides: Container[str] = ()) -> Record | None:
+        del besides  # who waits for a record says which comes next
         with self._lock:
             if not self._waiting:
                 return None

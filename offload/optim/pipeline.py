@@ -2,10 +2,8 @@
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -20,6 +18,7 @@ from offload.optim.model_state import (
     parameter_key,
     state_key,
 )
+from offload.optim.record_source import InOrder, RecordSource
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
@@ -39,48 +38,6 @@ __all__ = [
 
 _PRIORITY = Priority.WRITE_BACK
 """Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
-
-
-class RecordSource(Protocol):
-    """Says which record comes next. May change its mind until a record is taken."""
-
-    def peek(self) -> Record | None:
-        """Returns the record whose reading begins next; None if there is no more."""
-        ...
-
-    def take(self, record: Record) -> None:
-        """Says that the reading of `record` begins."""
-        ...
-
-    def choose(self, ready: Sequence[Record]) -> Record | None:
-        """Returns which of the records that are in memory is updated next; None: none may yet."""
-        ...
-
-    def is_open(self) -> bool:
-        """Returns whether more records may come; who adds one calls `UpdatePipeline.wake`."""
-        ...
-
-
-class InOrder:
-    """Records in a given order."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = deque(records)
-
-    def peek(self) -> Record | None:
-        return self._records[0] if self._records else None
-
-    def take(self, record: Record) -> None:
-        if record is self._records[0]:
-            self._records.popleft()
-        else:
-            self._records.remove(record)
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        return ready[0]
-
-    def is_open(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +314,7 @@ class _Run:
 
     def _read_ahead(self) -> None:
         """Starts reading the next records, as long as there are free buffers."""
-        while (record := self._job.source.peek()) is not None:
+        while (record := self._next()) is not None:
             buffer: RecordBuffer | None = None
             is_hit = record.name in self._window.cached
             if not self._window.is_empty:
@@ -374,6 +331,14 @@ class _Run:
             self._read_parameters(current)
             self._read_gradients(current)
             self._pipeline.watch(current)
+
+    def _next(self) -> Record | None:
+        """Returns what is read next: what is in memory must not keep reads waiting."""
+        source, cached = self._job.source, self._window.cached
+        record = source.peek()
+        if record is None or record.name not in cached or not self._window.is_left_for_reads:
+            return record
+        return source.peek(besides=cached)
 
     def _read_gradients(self, current: _InFlight) -> None:
         spilled, buffer = self._state.spilled, current.buffer
@@ -472,18 +437,19 @@ class _Run:
 
     def _write_back_left_out(self) -> None:
         """Starts writing cached records that this step neither updates nor keeps."""
-        store, cached = self._state.store, self._window.cached
+        store = self._state.store
         for record in self._state.layout.records:
             if record.name in self._job.touched or record.name in self._job.kept:
                 continue
-            state, slot = self._window.cached_state(record), cached.pop(record.name, None)
-            if state is None or slot is None or store is None:
+            buffer = self._window.take_cached(record)
+            if buffer is None:
                 continue
-            buffer = RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
+            assert buffer.state is not None
+            assert store is not None
             self._writing.append(_InFlight(record=record, buffer=buffer))
             if state_key(record) in self._state.dirty:
                 self._state.dirty.discard(state_key(record))
-                ticket = store.write(state_key(record), state, num_bytes=record.num_bytes)
+                ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
                 self._writing[-1].tickets.append(ticket)
                 self._pipeline.watch(self._writing[-1])
 

@@ -8,6 +8,7 @@ from offload.plan.host import HostPlan
 from offload.plan.prediction import Choices
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
+from offload.plan.window import LEAST_BUFFERS
 from offload.sizes import format_size
 
 NOT_BOUNDED = "not bounded"
@@ -127,6 +128,12 @@ def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Ch
             f"frees {size} of memory; each step fetches {format_size(fetched)} for its passes and "
             f"writes {format_size(traffic.update.parameter_write_bytes)}"
         )
+    elif choices.parameters == "device":
+        moved = format_size(model.trainable_parameter_bytes)
+        why = (
+            f"takes {size} of the device's memory and of the host's, where updates change them; "
+            f"passes move none, and each step copies {moved} to the device"
+        )
     else:
         why = f"takes {size} of memory; passes wait for nothing"
     return Choice(choice="parameters", value=choices.parameters, why=why)
@@ -155,13 +162,18 @@ def _optimizer(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Cho
 
 
 def _records(layout: ModelLayout, host: HostPlan) -> Choice:
-    count = len(layout.records)
-    return Choice(
-        choice="subgroups and window",
-        value=f"{count} records of at most {format_size(host.buffer_bytes)}, {host.num_buffers} "
-        "in the window",
-        why="large enough for full transfer rates, few enough that ramps at both ends stay short",
+    count, window = len(layout.records), host.window_bytes
+    value = (
+        f"{count} records of at most {format_size(host.buffer_bytes)}, {host.num_places} in a "
+        f"window of {format_size(window)}"
     )
+    if host.num_buffers >= min(LEAST_BUFFERS, count):
+        why = "enough to read, update and write at one time, small enough for short ramps"
+    else:
+        why = "the budget has room for no more: reads, the pass and writes wait for each other"
+    if host.num_places > host.num_buffers:
+        why += f"; {host.num_buffers} have a buffer for state, others bring it from the cache"
+    return Choice(choice="subgroups and window", value=value, why=why)
 
 
 def _cache(layout: ModelLayout, host: HostPlan, choices: Choices) -> Choice:

@@ -8,7 +8,7 @@ from offload.plan.bound import ComputeTimes, step_bound
 from offload.plan.gradients import spilled_sizes
 from offload.plan.host import HostPlan, Placement
 from offload.plan.machine import Machine
-from offload.plan.simulated_update import WindowSize
+from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, SimulatedStep, simulate
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
@@ -105,10 +105,7 @@ def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> Sim
     return SimulatedPolicy(
         order=resolve_order(choices.order),
         striping=resolve_striping(choices.striping),
-        window=WindowSize(
-            num_buffers=max(host.num_buffers, 1) if host else 1,
-            num_cached=host.num_cached if host else 0,
-        ),
+        window=window_of(host) if host else WindowSize(num_buffers=1),
         overlap=resolve_overlap(choices.overlap),
         updates_in_backward=choices.overlap in ("backward", "both"),
         num_slots=(host.num_slots if host else 0) or len(layout.units),

@@ -28,6 +28,17 @@ def committed_step(stores: Sequence[Path]) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def record_elements(stores: Sequence[Path]) -> int | None:
+    """Returns how many elements the records of a store have at most; None if it is no model's.
+
+    Raises:
+        CorruptStateError: There are manifests and none is complete.
+    """
+    layout = find_store(stores).manifest.head.get("layout")
+    found = layout.get("record_elements") if isinstance(layout, Mapping) else None
+    return found if isinstance(found, int) else None
+
+
 def restore(metadata: Mapping[str, Any] | None) -> int:
     """Returns the steps that are done and sets torch's generator as it was after them.
 

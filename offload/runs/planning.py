@@ -3,15 +3,14 @@
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
 
 from torch import nn
 
 from offload.config import Config
 from offload.errors import ConfigError, PlanError
-from offload.layout import ModelLayout, build_layout
+from offload.layout import RECORD_ELEMENTS, ModelLayout, build_layout
 from offload.plan.activations import plan_activations
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.explanation import Saving
@@ -21,6 +20,7 @@ from offload.plan.host import HostPlan, plan_host
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
+from offload.plan.record_size import choose_records
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.tiles import choose_wide
@@ -30,6 +30,7 @@ from offload.plan.traffic import (
     kept_for_backward_bytes,
     step_traffic,
 )
+from offload.plan.window import WINDOW_BYTES, window_bytes_for
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.spilled import spilled_bytes
@@ -49,6 +50,7 @@ def plan_run(
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
     model: nn.Module | None = None,
+    record_elements: int | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
 
@@ -57,19 +59,23 @@ def plan_run(
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
         model: The run's, without values; None: it is built now.
+        record_elements: Of the store that is gone on with; None: what suits the budget.
 
     Raises:
         ConfigError: The model can't be built or the storage path is missing or not writable.
     """
     _require_writable_paths(config, stores)
-    discovered, layout = _units_of(
-        config, build_meta_model(config.model) if model is None else model
-    )
-    host = _plan_host(config, layout, discovered) if config.offload else None
-    handed = _handed_over(config, layout, discovered, host)
     directories = existing_directories(config, stores)
-    spilled = spilled_bytes(config)
     known = read_profile() if profile is None else profile
+    config = _with_window(config, directories, known)
+    arranged = _arrange(
+        config,
+        build_meta_model(config.model) if model is None else model,
+        record_elements=record_elements,
+    )
+    discovered, layout, host = arranged.discovered, arranged.layout, arranged.host
+    handed = _handed_over(config, layout, discovered, host)
+    spilled = spilled_bytes(config)
     return RunPlan(
         layout=layout,
         host=host,
@@ -106,35 +112,63 @@ def plan_run(
     )
 
 
-def _units_of(config: Config, model: nn.Module) -> tuple[DiscoveredModel, ModelLayout]:
-    """Returns the units of the run's model and their layout, with wide weights as `wrap` has them.
+def _with_window(config: Config, directories: Sequence[Path], profile: MachineProfile) -> Config:
+    host, tiers = config.tiers.host, config.tiers
+    window_bytes = window_bytes_for(host.window, directories, profile)
+    host = host.model_copy(update={"window": window_bytes})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"host": host})})
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A model in units, laid out and planned; without a host plan where all is in memory."""
+
+    discovered: DiscoveredModel
+    layout: ModelLayout
+    host: HostPlan | None
+
+
+def _arrange(config: Config, model: nn.Module, *, record_elements: int | None) -> _Arranged:
+    """Returns the run's model as `wrap` would have it: with the same wide weights and records.
 
     Raises:
         PlanError: There is no budget to plan with.
     """
 
-    def lay_out(wide: frozenset[str]) -> tuple[DiscoveredModel, ModelLayout]:
+    def arrange_with(wide: frozenset[str]) -> _Arranged:
         discovered = discover_units(model, UnitRules.of(config.units), wide=wide)
-        return discovered, build_layout(
-            [unit.facts for unit in discovered.units],
-            codec=config.optimizer.codec,
-            rule=config.optimizer.rule,
-            whole=whole_matrices(discovered, config.optimizer.whole_patterns),
-        )
+
+        def layout_with(elements: int) -> ModelLayout:
+            return build_layout(
+                [unit.facts for unit in discovered.units],
+                codec=config.optimizer.codec,
+                record_elements=elements,
+                rule=config.optimizer.rule,
+                whole=whole_matrices(discovered, config.optimizer.whole_patterns),
+            )
+
+        def plan_with(elements: int) -> tuple[ModelLayout, HostPlan]:
+            layout = layout_with(elements)
+            return layout, _plan_host(config, layout, discovered)
+
+        if not config.offload:
+            return _Arranged(discovered, layout_with(RECORD_ELEMENTS), None)
+        if record_elements is None:
+            return _Arranged(discovered, *choose_records(plan_with))
+        return _Arranged(discovered, *plan_with(record_elements))
 
     def plans(wide: frozenset[str]) -> list[HostPlan | DevicePlan]:
-        discovered, layout = lay_out(wide)
-        device = _plan_device(config, layout, discovered)
-        host = _plan_host(config, layout, discovered)
-        return [host] if device is None else [host, device]
+        tried = arrange_with(wide)
+        device = _plan_device(config, tried.layout, tried.discovered)
+        return [plan for plan in (tried.host, device) if plan is not None]
 
-    discovered, layout = lay_out(frozenset())
-    is_resident = config.policy.parameters != "storage" and config.tiers.device.kind == "cpu"
-    if not config.offload or is_resident:
-        return discovered, layout
-    whole = whole_matrices(discovered, config.optimizer.whole_patterns)
+    plain = arrange_with(frozenset())
+    tier, is_unified = config.parameter_tier, config.tiers.device.kind == "cpu"
+    if tier == "device" or (tier == "host" and is_unified):  # all of it is where it is used
+        return plain
+    whole = whole_matrices(plain.discovered, config.optimizer.whole_patterns)
     wide = choose_wide(wide_candidates(model, besides=whole), plans)
-    return lay_out(wide) if wide else (discovered, layout)
+    return arrange_with(wide) if wide else plain
 
 
 def tokens_per_step(config: Config) -> int:
@@ -146,8 +180,8 @@ def choices_of(config: Config) -> Choices:
     """Returns the run's policy; without offloading everything is in memory."""
     policy = config.policy
     return Choices(
-        parameters=_placement(policy.parameters) if config.offload else "host",
-        optimizer=_placement(policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         order=policy.order,
         overlap=policy.overlap if config.offload else "none",
         striping=policy.striping,
@@ -174,8 +208,8 @@ def plan_traffic(
     """
     return step_traffic(
         ModelBytes.of(layout),
-        parameters=_placement(config.policy.parameters) if config.offload else "host",
-        optimizer=_placement(config.policy.optimizer) if config.offload else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
         cached_state_bytes=_cached_bytes(config, layout, host),
         kept_forward_bytes=[handed_over_bytes(layout, handed_over)],
@@ -284,8 +318,8 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
     return plan_host(
         layout,
         budget_bytes=budget_bytes,
-        parameters=_placement(config.policy.parameters),
-        optimizer=_placement(config.policy.optimizer),
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         gradient_dtype=config.train.gradient_dtype,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
@@ -297,6 +331,7 @@ def _plan_host(config: Config, layout: ModelLayout, discovered: DiscoveredModel)
             threshold_bytes=config.activations.threshold,
         ),
         tiled=discovered.wide_names,
+        window_bytes=config.tiers.host.window or WINDOW_BYTES,
         spills_gradients=may_spill(
             config.policy.parameters, config.policy.optimizer, overlap=config.policy.overlap
         ),
@@ -341,6 +376,7 @@ def _plan_device(
     return plan_device(
         layout,
         budget_bytes=config.tiers.device.memory,
+        parameters=config.parameter_tier,
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         tiled=discovered.wide_names,
@@ -425,11 +461,6 @@ def _bytes_below(store: Path | None) -> int:
     if store is None or not store.is_dir():
         return 0
     return sum(path.stat().st_blocks * 512 for path in store.rglob("*") if path.is_file())
-
-
-def _placement(name: str) -> Literal["host", "storage"]:
-    # Device arenas are host arenas on the unified `cpu` device.
-    return cast(Literal["host", "storage"], "host" if name == "device" else name)
 
 
 def _policy(config: Config) -> dict[str, str]:

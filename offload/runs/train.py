@@ -14,7 +14,7 @@ from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
-from offload.runs.commits import committed_step
+from offload.runs.commits import committed_step, record_elements
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
@@ -59,7 +59,9 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
-    plan = plan_run(config, stores=directory.stores)
+    plan = plan_run(
+        config, stores=directory.stores, record_elements=_stored_record_elements(directory)
+    )
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
@@ -116,6 +118,14 @@ def _require_resumable(config: Config, directory: RunDirectory) -> None:
             f"more, as {done} steps are done and committed, found {config.train.steps}; raise "
             "`train.steps` to go on"
         )
+
+
+def _stored_record_elements(directory: RunDirectory) -> int | None:
+    """Returns how a store that is gone on with is laid out; None where there is none."""
+    if not directory.is_resumed:
+        return None
+    copied = directory.copied_from
+    return record_elements(directory.stores if copied is None else [copied])
 
 
 def _open_text(config: Config) -> Text:

@@ -238,7 +238,7 @@ class Session:
                 f"expected none, found `{device_memory}`; pass `host_memory`"
             )
         options = dataclasses.replace(
-            wrap_options(self.config, training=training, units=units),
+            wrap_options(self.config, training=training, units=units, roots=self._roots),
             name=name,
             budget_bytes=self._models.free_host_bytes(size_bytes(host_memory)),
             device_budget_bytes=self._models.free_device_bytes(size_bytes(device_memory)),

@@ -10,6 +10,7 @@ from offload.devices import Device
 from offload.layout import ModelLayout, Unit
 from offload.memory import SlotPool
 from offload.optim.model_state import ModelState
+from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import ParameterTier, Residency
@@ -91,12 +92,25 @@ class Attachment:
         self.streamed.open()
 
     def hide_pending(
-        self, discovered: DiscoveredModel, *, state: ModelState, updates: StepUpdates
+        self,
+        discovered: DiscoveredModel,
+        *,
+        state: ModelState,
+        updates: StepUpdates,
+        on_device: DeviceParameters | None,
     ) -> None:
-        """Attaches to resident units so that a call waits for the updates of its own."""
-        assert state.parameters is not None
+        """Attaches to resident units so that a call waits for the updates of its own.
+
+        Args:
+            discovered: The model's units.
+            state: Where parameters are.
+            updates: What an update that is pending holds back.
+            on_device: What copies them to a device, if they live there.
+        """
+        flat = state.parameters if on_device is None else on_device.flat
+        assert flat is not None
         assert updates.deferred is not None
-        resident = ResidentUnits(state.layout, self._parameters, state.parameters, updates.deferred)
+        resident = ResidentUnits(state.layout, self._parameters, flat, updates.deferred, on_device)
         updates.resident = resident
         self.streamed = StreamedModel(self._model, discovered, resident)
         self.streamed.open()

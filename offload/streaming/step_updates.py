@@ -116,9 +116,14 @@ class StepUpdates:
         # Edits alone move nothing in or out of the cache.
         kept = self.kept(step) if updates else set(pipeline.window.cached)
         waited_s = pipeline.io_wait_s
+        elsewhere = pipeline.state.elsewhere
         try:
+            if elsewhere is not None:
+                elsewhere.begin()
             order = [records[i] for i in sequence if records[i].name not in skip]
             pipeline.run(order, updates, kept=kept)
+            if elsewhere is not None:
+                elsewhere.wait_all()
         except BaseException as error:
             self.failure = error
             raise
@@ -139,6 +144,8 @@ class StepUpdates:
         trace.predict("train")
         edited = frozenset(state.edited)
         state.edited.clear()
+        if state.elsewhere is not None:
+            state.elsewhere.begin()
         if self.resident is not None:
             self.resident.hide(updates)
         self.deferred.start(

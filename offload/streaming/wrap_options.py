@@ -5,6 +5,7 @@ from typing import Literal
 
 from offload.plan.gradients import may_spill
 from offload.plan.host import Placement
+from offload.plan.window import WINDOW_BYTES
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.unit_modules import UnitRules
 
@@ -21,6 +22,7 @@ class WrapOptions:
         name: Of a model beside the one without a name: its records begin with it, and it takes no
             more of the budgets than what it needs and what is fetched ahead.
         matrices: Glob patterns of the parameters that are updated as whole matrices.
+        window_bytes: Of records that are read, updated and written at one time, at most.
     """
 
     budget_bytes: int | None
@@ -37,6 +39,11 @@ class WrapOptions:
     units: UnitRules | None = None
     name: str | None = None
     overlap: str = "none"
+    window_bytes: int = WINDOW_BYTES
+
+    def is_streamed(self, *, is_unified: bool) -> bool:
+        """Tells whether units come and go where the device computes."""
+        return self.parameters == "storage" or (self.parameters == "host" and not is_unified)
 
     @property
     def spills_gradients(self) -> bool:

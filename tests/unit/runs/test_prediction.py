@@ -219,7 +219,7 @@ def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tm
 
 
 def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):
-    plan = plan_and_predict(config(text, **{"tiers.host.memory": "1MiB"})).to_json()
+    plan = plan_and_predict(config(text, **{"tiers.host.memory": "256KiB"})).to_json()
 
     slots = next(each for each in plan["choices"] if each["choice"] == "slots and prefetch")
     assert not plan["fits"]

@@ -180,7 +180,7 @@ def test_a_plan_after_a_run_has_the_times_of_that_run(factory_run, tmp_path, mon
     assert before.prediction.step is None
     assert planned.prediction is not None
     assert planned.prediction.step is not None
-    assert planned.prediction.step.backward_s >= run.backward_s > 0
+    assert planned.prediction.step.backward_s >= run.backward_s * (1 - 1e-9) > 0  # a sum of units
     assert planned.prediction.activation_bytes == result.activation_peak_bytes
     assert planned.prediction.rss_peak_bytes is not None
     assert not [each for each in planned.warnings if "times" in each]
