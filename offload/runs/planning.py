@@ -17,6 +17,7 @@ from offload.plan.explanation import Saving
 from offload.plan.gradients import may_spill
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan, plan_host
+from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
@@ -95,6 +96,7 @@ def plan_run(
             kept=_kept_bytes(config, layout, discovered, host),
             handed_over=handed,
         ),
+        link=_plan_link(config, layout, _kept_bytes(config, layout, discovered, host)),
         handed_over=handed,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
@@ -380,6 +382,18 @@ def _plan_device(
         co_resident_units=discovered.co_resident_units,
         prefetch_distance=config.policy.prefetch,
         tiled=discovered.wide_names,
+    )
+
+
+def _plan_link(config: Config, layout: ModelLayout, kept: int) -> LinkTraffic | None:
+    if config.tiers.device.kind == "cpu":
+        return None
+    return link_traffic(
+        layout,
+        parameters=config.parameter_tier,
+        gradient_dtype=config.train.gradient_dtype,
+        micro_steps=config.train.micro_steps,
+        kept_backward_bytes=kept,
     )
 
 
