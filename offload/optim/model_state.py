@@ -59,8 +59,8 @@ class ParametersElsewhere(Protocol):
         """Makes host memory free to change."""
         ...
 
-    def send(self, subgroups: Iterable[Subgroup]) -> None:
-        """Starts copying there what was updated."""
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying there elements of a flat shard that were updated."""
         ...
 
     def send_all(self) -> None:
@@ -73,6 +73,10 @@ class ParametersElsewhere(Protocol):
 
     def bring(self, names: Iterable[str]) -> None:
         """Copies parameters that were changed there to host memory."""
+        ...
+
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes there are not those in host memory."""
         ...
 
 

@@ -334,11 +334,9 @@ class _Run:
 
     def _next(self) -> Record | None:
         """Returns what is read next: what is in memory must not keep reads waiting."""
-        source, cached = self._job.source, self._window.cached
-        record = source.peek()
-        if record is None or record.name not in cached or not self._window.is_left_for_reads:
-            return record
-        return source.peek(besides=cached)
+        if self._window.is_left_for_reads:
+            return self._job.source.peek(besides=self._window.cached)
+        return self._job.source.peek()
 
     def _read_gradients(self, current: _InFlight) -> None:
         spilled, buffer = self._state.spilled, current.buffer

@@ -1,10 +1,10 @@
 """Which record an update reads next: where the pipeline asks, and the answer of a fixed order."""
 
-from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from offload.layout import Record
+from offload.plan.reading_order import ReadingOrder
 
 
 class RecordSource(Protocol):
@@ -35,19 +35,15 @@ class InOrder:
     """Records in a given order."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._records = deque(records)
+        self._by_name = {record.name: record for record in records}
+        self._order = ReadingOrder(self._by_name)
 
     def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        first = self._records[0] if self._records else None
-        if first is None or first.name not in besides:
-            return first
-        return next((record for record in self._records if record.name not in besides), first)
+        name = self._order.peek(besides=besides)
+        return None if name is None else self._by_name[name]
 
     def take(self, record: Record) -> None:
-        if record is self._records[0]:
-            self._records.popleft()
-        else:
-            self._records.remove(record)
+        self._order.take(record.name)
 
     def choose(self, ready: Sequence[Record]) -> Record:
         return ready[0]

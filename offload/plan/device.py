@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.advice import how_to_fit
 from offload.plan.host import Placement
 from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
@@ -31,8 +32,13 @@ class DevicePlan:
     def fits(self) -> bool:
         return self.budget_bytes is None or self.smallest_bytes <= self.budget_bytes
 
-    def require_fit(self) -> None:
-        """Raises PlanError if the budget is below the smallest."""
+    def require_fit(self, *, beside_bytes: int = 0, is_part: bool = False) -> None:
+        """Raises PlanError if the budget is below the smallest.
+
+        Args:
+            beside_bytes: Of the tier, that other models have.
+            is_part: Whether the user gave the model a part of it.
+        """
         if not self.fits:
             assert self.budget_bytes is not None
             needed, remedy = "all parameters", ', or set `policy.parameters = "host"`'
@@ -42,8 +48,11 @@ class DevicePlan:
             raise PlanError(
                 f"the model does not fit `tiers.device.memory`: expected at least "
                 f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: {needed}), "
-                f"found {self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
-                f'`tiers.device.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"{remedy}'
+                f"found {self.budget_bytes} bytes ({format_size(self.budget_bytes)}); "
+                + how_to_fit(
+                    "device", self.smallest_bytes, beside_bytes=beside_bytes, is_part=is_part
+                )
+                + remedy
             )
 
 

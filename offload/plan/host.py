@@ -7,6 +7,7 @@ from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
+from offload.plan.advice import how_to_fit
 from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
@@ -102,8 +103,13 @@ class HostPlan:
         taken = self.activation_bytes
         return f", {format_size(taken)} for activations" if taken else ""
 
-    def require_fit(self) -> None:
-        """Raises PlanError if the budget is below the smallest."""
+    def require_fit(self, *, beside_bytes: int = 0, is_part: bool = False) -> None:
+        """Raises PlanError if the budget is below the smallest.
+
+        Args:
+            beside_bytes: Of the tier, that other models have.
+            is_part: Whether the user gave the model a part of it.
+        """
         if not self.fits:
             raise PlanError(
                 f"the model does not fit `tiers.host.memory`: expected at least "
@@ -111,8 +117,10 @@ class HostPlan:
                 f"{format_size(self.gradients.fixed_bytes)} of gradients, "
                 f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
                 f"resident, slots and window{self._for_activations()}), found "
-                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
-                f'`tiers.host.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
+                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); "
+                + how_to_fit(
+                    "host", self.smallest_bytes, beside_bytes=beside_bytes, is_part=is_part
+                )
             )
 
 

@@ -19,6 +19,15 @@ class Use:
     is_backward: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """A unit on its way."""
+
+    allowed: Ticket
+    """Done when the update of its parameters is."""
+    done: Ticket
+
+
 def uses_of(work: StepWork) -> list[Use]:
     """Returns the uses of a step's units in order."""
     units = range(len(work.units))
@@ -100,6 +109,9 @@ class SimulatedPasses:
             first_unit = min(piece.unit for piece in record.pieces)
             self._last_of.setdefault(first_unit, []).append(index)
         self.io_wait_s = 0.0
+        """For storage, and for updates that run under the passes."""
+        self.update_wait_s = 0.0
+        """Contained in it: for those updates."""
 
     def place(self) -> None:
         """Says where parameters lie that no update writes."""
@@ -119,7 +131,7 @@ class SimulatedPasses:
         uses: Sequence[Use],
         *,
         first: int,
-        fetched: dict[int, Ticket],
+        fetched: dict[int, Fetch],
         may_fetch: Callable[[Use], Ticket],
         on_backward: Callable[[Use, Ticket], None],
     ) -> Process:
@@ -144,8 +156,10 @@ class SimulatedPasses:
                 if later > position + self._distance and not self._comes_from_update(uses[later]):
                     break
                 self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
-            asked_s = self._clock.now_s
-            yield fetched.pop(position)
+            fetch, asked_s = fetched.pop(position), self._clock.now_s
+            yield fetch.allowed
+            self.update_wait_s += self._clock.now_s - asked_s
+            yield fetch.done
             self.io_wait_s += self._clock.now_s - asked_s
             unit = self._work.units[use.unit]
             yield self._compute.serve(unit.backward_s if use.is_backward else unit.forward_s)
@@ -171,13 +185,15 @@ class SimulatedPasses:
         self,
         position: int,
         uses: Sequence[Use],
-        fetched: dict[int, Ticket],
+        fetched: dict[int, Fetch],
         may_fetch: Callable[[Use], Ticket],
         urgency: Urgency,
     ) -> None:
         if position not in fetched:
             use = uses[position]
-            fetched[position] = self._clock.spawn(self._bring(use, may_fetch(use), urgency))
+            allowed = may_fetch(use)
+            done = self._clock.spawn(self._bring(use, allowed, urgency))
+            fetched[position] = Fetch(allowed=allowed, done=done)
 
     def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
         yield allowed

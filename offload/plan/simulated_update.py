@@ -1,11 +1,11 @@
 """The update phase in simulated time: the window, the cache and the order of the engine."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket, all_of, any_of
 from offload.plan.host import HostPlan
+from offload.plan.reading_order import ReadingOrder
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.window import is_left_for_reads
 from offload.plan.work import Piece, RecordWork, StepWork
@@ -117,7 +117,7 @@ class SimulatedUpdate:
         count = len(self._records)
         kept = self._order.kept(count, self._window.num_cached, step)
         is_free = sequence is None and self._window.max_in_flight is None
-        waiting = deque(self._order.sequence(count, step) if sequence is None else sequence)
+        waiting = ReadingOrder(self._order.sequence(count, step) if sequence is None else sequence)
         reading: list[_InFlight] = []
         writing: list[_InFlight] = []
         while waiting or reading or writing:
@@ -169,7 +169,7 @@ class SimulatedUpdate:
 
     def _read_ahead(
         self,
-        waiting: deque[int],
+        waiting: ReadingOrder[int],
         reading: list[_InFlight],
         ready: Callable[[int], Ticket],
         *,
@@ -180,25 +180,26 @@ class SimulatedUpdate:
         Args:
             is_free: Whether one that is in memory may wait: no pass or baseline sets the order.
         """
-        while waiting and not self._is_full(self._num_reading):
-            index = self._next_read(waiting) if is_free else waiting[0]
+        while not self._is_full(self._num_reading):
+            index = self._next_read(waiting) if is_free else waiting.peek()
+            if index is None:
+                return
             current = self._try_lease(index)
             if current is None:
                 return
             if reading and not current.holds_place:
                 return  # all is resident: there is nothing to read ahead
-            waiting.remove(index)
+            waiting.take(index)
             reading.append(current)
             self._num_reading += 1
             current.moved = all_of(self._reads(current, ready))
             current.moved.on_done(self._on_read)
 
-    def _next_read(self, waiting: Sequence[int]) -> int:
+    def _next_read(self, waiting: ReadingOrder[int]) -> int | None:
         """Returns what is read next: what is in memory must not keep reads waiting."""
-        first = waiting[0]
-        if first not in self._cached or not is_left_for_reads(self._free_places, self._num_places):
-            return first
-        return next((index for index in waiting if index not in self._cached), first)
+        if is_left_for_reads(self._free_places, self._num_places):
+            return waiting.peek(besides=self._cached)
+        return waiting.peek()
 
     def _try_lease(self, index: int) -> _InFlight | None:
         record = self._records[index]

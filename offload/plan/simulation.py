@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket
 from offload.plan.machine import Machine
-from offload.plan.simulated_passes import Link, SimulatedPasses, Use, uses_of
+from offload.plan.simulated_passes import Fetch, Link, SimulatedPasses, Use, uses_of
 from offload.plan.simulated_path import Direction, SimulatedPath
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.simulated_update import SimulatedUpdate, WindowSize
@@ -54,7 +54,7 @@ class SimulatedStep:
     forward_s: float
     backward_s: float
     update_s: float
-    """What of the update is exposed."""
+    """What of the update is exposed: waits of passes for it are here, and not in theirs."""
     other_s: float
     exposed_io_s: float
     """Time in which passes, and exposed updates, wait for storage."""
@@ -148,7 +148,7 @@ class _Simulation:
         clock, policy, uses = self._clock, self._policy, self._uses
         marks = _Marks(begin_s=clock.now_s)
         before = self._counters()
-        fetched: dict[int, Ticket] = {}
+        fetched: dict[int, Fetch] = {}
         complete = [Ticket() for _ in self._work.records]
         stepped = Ticket()
         spills: list[Ticket] = []
@@ -156,6 +156,7 @@ class _Simulation:
         position = 0
         while position < len(uses):
             use, began_s = uses[position], clock.now_s
+            before_s = self._passes.update_wait_s
             is_last = use.micro_step == self._work.micro_steps - 1
             overlaps = policy.overlap is not None or policy.updates_in_backward
             if is_last and use.is_backward and overlaps:
@@ -169,10 +170,11 @@ class _Simulation:
             )
             yield spills  # a record's gradients have left memory when the pass ends
             spills.clear()
+            pass_s = clock.now_s - began_s - (self._passes.update_wait_s - before_s)
             if use.is_backward:
-                marks.backward_s += clock.now_s - began_s
+                marks.backward_s += pass_s
             else:
-                marks.forward_s += clock.now_s - began_s
+                marks.forward_s += pass_s
             position += len(self._work.units)
         began_s = clock.now_s
         yield self._cores.serve(self._work.other_s)
@@ -222,7 +224,8 @@ class _Simulation:
                 for unit in reversed(range(len(self._work.units)))
                 for index in self._passes.records_completed_by(unit)
             ]
-            sequence = sorted(arriving, key=lambda index: index in kept)
+            # These then come in the order of the next forward.
+            sequence = [index for index in arriving if index not in kept] + sorted(kept)
         if policy.overlap is not None:
             self._updated, self._slotted = updated, slotted
             ready = [

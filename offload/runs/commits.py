@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload.errors import CorruptStateError
+from offload.layout import ModelLayout
 from offload.storage.opening import find_store
 
 
@@ -28,15 +29,14 @@ def committed_step(stores: Sequence[Path]) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def record_elements(stores: Sequence[Path]) -> int | None:
-    """Returns how many elements the records of a store have at most; None if it is no model's.
+def stored_layout(stores: Sequence[Path]) -> ModelLayout | None:
+    """Returns how the model in a store is laid out; None if it is no model's.
 
     Raises:
         CorruptStateError: There are manifests and none is complete.
     """
     layout = find_store(stores).manifest.head.get("layout")
-    found = layout.get("record_elements") if isinstance(layout, Mapping) else None
-    return found if isinstance(found, int) else None
+    return ModelLayout.from_json(layout) if isinstance(layout, dict) else None
 
 
 def restore(metadata: Mapping[str, Any] | None) -> int:

@@ -142,9 +142,11 @@ def refined(
         rule=optimizer.rule, codec=optimizer.codec, dtype=kernel_dtype, threads=threads
     )
     memory = known.find_memory(threads=threads)
-    paths = [
+    limits = config.tiers.storage.rate_limits_of(len(directories))
+    paths = [  # what a path that the run held back gave says nothing of it
         (known.find(directory), rates)
-        for directory, rates in zip(directories, machine.paths, strict=True)
+        for directory, rates, limit in zip(directories, machine.paths, limits, strict=True)
+        if limit is None
     ]
     return MachineProfile(
         runs=runs,

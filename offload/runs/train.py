@@ -7,6 +7,7 @@ from pathlib import Path
 from offload.config import Config
 from offload.devices.opening import require_device
 from offload.errors import ConfigError, StorageError
+from offload.layout import ModelLayout
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.lost_work import LostWork
@@ -14,12 +15,14 @@ from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
-from offload.runs.commits import committed_step, record_elements
+from offload.runs.adoption import OnNotice, settle_policy
+from offload.runs.commits import committed_step, stored_layout
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.model import gpt_shape
-from offload.runs.planning import BLOCK_BYTES, plan_run
+from offload.runs.planned_storage import BLOCK_BYTES
+from offload.runs.planning import plan_run
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.refinement import refine_profile
 from offload.runs.restore import copy_in
@@ -40,6 +43,7 @@ def run_training(
     run_dir: str | Path | None = None,
     resume: Resume = None,
     progress: Progress | None = None,
+    on_notice: OnNotice = lambda _: None,
     validates: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
@@ -49,6 +53,7 @@ def run_training(
         run_dir: A new directory, or an existing one with `resume`; None makes one.
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
+        on_notice: Told in a line what is measured for, and chosen in, a policy with `"auto"`.
         validates: False leaves validation out before the first and after the last step.
 
     Raises:
@@ -59,9 +64,9 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
-    plan = plan_run(
-        config, stores=directory.stores, record_elements=_stored_record_elements(directory)
-    )
+    stored = _stored_layout(directory)
+    config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
+    plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
@@ -120,12 +125,12 @@ def _require_resumable(config: Config, directory: RunDirectory) -> None:
         )
 
 
-def _stored_record_elements(directory: RunDirectory) -> int | None:
+def _stored_layout(directory: RunDirectory) -> ModelLayout | None:
     """Returns how a store that is gone on with is laid out; None where there is none."""
     if not directory.is_resumed:
         return None
     copied = directory.copied_from
-    return record_elements(directory.stores if copied is None else [copied])
+    return stored_layout(directory.stores if copied is None else [copied])
 
 
 def _open_text(config: Config) -> Text:
@@ -144,7 +149,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     roots = [store.parent for store in directory.stores]
     settings = [each for root in roots for each in measured_settings(root)]
     with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
-        return probe_machine(
+        machine = probe_machine(
             roots,
             engine=engine,
             kernels=load_kernels(),
@@ -155,6 +160,7 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
         )
+    return machine.held_to(config.tiers.storage.rate_limits_of(len(roots)))
 
 
 def _probe_again(

@@ -30,11 +30,6 @@ def wrap_options(
     """
     if units is not None:
         config = resolve(config, {f"units.{key}": value for key, value in units.items()})
-    if config.offload and config.policy.parameters != config.parameter_tier:
-        _log.warning(
-            "`policy.parameters` = `device` is `host` on device `%s`: it computes in host memory",
-            config.tiers.device.kind,
-        )
     return WrapOptions(
         budget_bytes=config.tiers.host.memory if config.offload else None,
         device_budget_bytes=config.tiers.device.memory,
@@ -53,14 +48,24 @@ def wrap_options(
     )
 
 
-def _activation_options(config: Config) -> ActivationOptions:
-    asked = config.activations
-    moves = asked.offload if config.offload else "none"
+def warn_of_tiers(config: Config) -> None:
+    """Says so where a tier that was named is another's memory, or moving there frees nothing."""
+    if config.offload and config.policy.parameters != config.parameter_tier:
+        _log.warning(
+            "`policy.parameters` = `device` is `host` on device `%s`: it computes in host memory",
+            config.tiers.device.kind,
+        )
+    moves = config.activations.offload if config.offload else "none"
     if moves == "host" and config.tiers.device.kind == "cpu":
         _log.warning(
             "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
             "within it; `storage` frees it"
         )
+
+
+def _activation_options(config: Config) -> ActivationOptions:
+    asked = config.activations
+    moves = asked.offload if config.offload else "none"
     return ActivationOptions(
         checkpoint=asked.checkpoint,
         offload=moves,

@@ -47,8 +47,10 @@ class Edits:
             StoreError: One has another shape or dtype now.
         """
         edited = [name for name in self._parameters if self._is_edited(name)]
-        if edited and self._state.elsewhere is not None:
-            self._state.elsewhere.bring(edited)
+        elsewhere = self._state.elsewhere
+        if elsewhere is not None:
+            edited += [name for name in elsewhere.changed() if name not in edited]
+            elsewhere.bring(edited)
         self.note(edited)
 
     def note(self, names: Sequence[str]) -> None:

@@ -353,6 +353,7 @@ class StagedUnits:
             except OffloadError as error:  # the others may still write to the slot
                 failure = failure or error
         if failure is not None:
+            del memory, into  # the slot must not live as long as the error, which has this frame
             raise failure
         return self._device.copy_in(memory, into)
 

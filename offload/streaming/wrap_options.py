@@ -11,6 +11,23 @@ from offload.streaming.unit_modules import UnitRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a model finds in its session.
+
+    Attributes:
+        host_bytes: Of the host tier, that other models have.
+        device_bytes: The same of the device tier.
+        has_host_part: Whether the user gave it a part of the host tier.
+        has_device_part: The same of the device tier.
+    """
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    has_host_part: bool = False
+    has_device_part: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WrapOptions:
     """How a model is wrapped.
 
@@ -39,6 +56,7 @@ class WrapOptions:
     units: UnitRules | None = None
     name: str | None = None
     overlap: str = "none"
+    beside: Beside = field(default_factory=Beside)
     window_bytes: int = WINDOW_BYTES
 
     def is_streamed(self, *, is_unified: bool) -> bool:

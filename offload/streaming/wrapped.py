@@ -125,8 +125,11 @@ class WrappedModel:
         if stored is not None:
             self.require_layout(stored)
         self.plan, self.device_plan = arrangement.host, arrangement.device
-        self.plan.require_fit()
-        self.device_plan.require_fit()
+        beside = self.options.beside
+        self.plan.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
+        self.device_plan.require_fit(
+            beside_bytes=beside.device_bytes, is_part=beside.has_device_part
+        )
         log_wide(arrangement)
         for unit in discovered.units:
             self._parameters.update(unit.parameters)

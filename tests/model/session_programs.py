@@ -34,7 +34,7 @@ LAYOUTS = "offload.streaming.model_layout.build_layout"
 @st.composite
 def policies(draw):
     """Draws a legal policy, and how much more than the least memory there is."""
-    parameters = draw(st.sampled_from(["storage", "host"]))
+    parameters = draw(st.sampled_from(["storage", "storage", "host", "device"]))
     optimizer = draw(st.sampled_from(["storage", "host"]))
     overlap = draw(st.sampled_from(["none", "forward", "backward", "both"]))
     if overlap in ("backward", "both"):

@@ -1,6 +1,5 @@
 """Parameters that go from their update into a slot: fewer bytes, the same each step, same bits."""
 
-import functools
 import itertools
 import time
 
@@ -12,7 +11,6 @@ from parity.sessions import open_session
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch.nn import functional
 
-from offload.layout import build_layout
 from offload.optim.pipeline import UpdatePipeline
 from offload.plan.handover import handed_over, records_under_forward
 
@@ -30,8 +28,7 @@ CASES = [
 
 
 def use_records(monkeypatch, elements):
-    cut = functools.partial(build_layout, record_elements=elements)
-    monkeypatch.setattr("offload.streaming.model_layout.build_layout", cut)
+    monkeypatch.setattr("offload.plan.record_size.SIZES", (elements,))
 
 
 def freeze_block(model):

@@ -64,6 +64,19 @@ def test_every_figure_is_predicted_and_nothing_is_left(text, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
+def test_a_path_is_planned_at_no_more_than_its_rate_limit(text):
+    limited = {"tiers.storage.rate_limit": "2MB", "policy.overlap": "none"}
+
+    plan = plan_and_predict(config(text, **limited)).to_json()
+
+    (path,) = plan["machine"]["paths"]
+    assert (path["read_bytes_per_s"], path["write_bytes_per_s"]) == (2e6, 2e6)
+    assert path["mixed_bytes_per_s"] == 1e6
+    predicted = plan["predicted"]
+    moved = predicted["read_bytes_per_step"] + predicted["write_bytes_per_step"]
+    assert predicted["bound_s"] >= moved / 2e6
+
+
 def test_what_the_profile_has_is_not_measured_again(text, tmp_path):
     profile = tmp_path / "machine.toml"
     profile.write_text(f"{MARK}\nschema = 1\n")

@@ -80,10 +80,10 @@ def config(**overrides):
     return build_config({"tiers": {"host": {"memory": "64MiB"}}}, overrides=overrides)
 
 
-def refine(known, *, machine=MACHINE, forward_s=2.0, threads=2):
+def refine(known, *, machine=MACHINE, forward_s=2.0, threads=2, **overrides):
     return refined(
         known,
-        config(),
+        config(**overrides),
         threads=threads,
         machine=machine,
         directories=[Path("/a/run"), Path("/b/run")],
@@ -103,6 +103,13 @@ def test_known_rates_move_half_way_and_settings_stay():
     assert path.mixed_bytes_per_s == pytest.approx(4e8)
     assert (path.backend, path.queue_depth) == (PATH.backend, PATH.queue_depth)
     assert newer.kernels[0].parameters_per_s == pytest.approx(2e9)
+    assert newer.memory[0].copy_bytes_per_s == pytest.approx(2e10)
+
+
+def test_a_path_that_the_run_held_back_teaches_nothing():
+    newer = refine(KNOWN, **{"tiers.storage.rate_limit": "1MB"})
+
+    assert newer.paths == ()
     assert newer.memory[0].copy_bytes_per_s == pytest.approx(2e10)
 
 
