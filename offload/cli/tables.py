@@ -129,6 +129,10 @@ def render_plan(console: Console, result: Result) -> None:
         for key, found in values["predicted"].items()
         if found is not None
     ]
+    rows += [
+        (f"link {key}", format_figure(key, found))
+        for key, found in (values.get("link") or {}).items()
+    ]
     _print_facts(console, "run", rows)
 
 

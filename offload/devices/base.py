@@ -48,6 +48,10 @@ class Copy(Protocol):
 class Device(ABC):
     """Where a model computes, with an arena for what it computes with.
 
+    Attributes:
+        copied_in_bytes: Copied to the device since the beginning; 0 where nothing has to be.
+        copied_out_bytes: Copied from it.
+
     Concurrency: `copy_in` and `copy_out` may be called from any thread; storages that give slots
         back may die in any thread.
     """
@@ -56,6 +60,8 @@ class Device(ABC):
     """As in `tiers.device.kind`."""
     is_unified: ClassVar[bool] = False
     """Whether host arenas are device arenas, so that nothing is copied."""
+    copied_in_bytes = 0
+    copied_out_bytes = 0
 
     @property
     @abstractmethod

@@ -198,6 +198,7 @@ class CudaDevice(Device):
 
     def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
         assert self._in is not None, "the device is open"
+        self.copied_in_bytes += len(source)
         with self._lock:
             last_use = self._last_uses.pop(into.untyped_storage().data_ptr(), None)
         with _cuda.stream(self._in), torch.no_grad():
@@ -220,6 +221,7 @@ class CudaDevice(Device):
 
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         assert self._out is not None, "the device is open"
+        self.copied_out_bytes += into.numel() * into.element_size()
         self._out.wait_stream(_cuda.current_stream(self._device))
         with _cuda.stream(self._out), torch.no_grad():
             if not (source.is_contiguous() and into.is_contiguous()):

@@ -33,12 +33,7 @@ class OrderError(OffloadError, RuntimeError):
 
 
 class EmulatedDevice(Device):
-    """A bounded device memory and one link each way, each with a thread that copies.
-
-    Attributes:
-        copied_in_bytes: Over the link to the device, since the beginning.
-        copied_out_bytes: Over the link from it.
-    """
+    """A bounded device memory and one link each way, each with a thread that copies."""
 
     kind: ClassVar[str] = "emulated"
 
@@ -49,8 +44,6 @@ class EmulatedDevice(Device):
         link_bytes_per_s: float | None = None,
         link_latency_s: float = 0.0,
     ) -> None:
-        self.copied_in_bytes = 0
-        self.copied_out_bytes = 0
         self._memory_bytes = _UNBOUNDED_BYTES if memory_bytes is None else memory_bytes
         self._allocated_bytes = 0
         self._in = _Link("in", link_bytes_per_s, link_latency_s)

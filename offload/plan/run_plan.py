@@ -11,6 +11,7 @@ from offload.plan.device import DevicePlan
 from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
 from offload.plan.gradients import keep_gradients
 from offload.plan.host import HostPlan
+from offload.plan.link import LinkTraffic
 from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
@@ -34,6 +35,8 @@ class RunPlan:
     device: DevicePlan | None = None
     """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
+    link: LinkTraffic | None = None
+    """None on the unified `cpu` device."""
     policy: dict[str, str]
     endurance_bytes: int | None = None
     """What each drive may be written in its life, where that is given."""
@@ -146,6 +149,7 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
+            "link": self.link.to_json() if self.link else None,
             "commits": self._commits(),
             "machine": self._machine(),
         }

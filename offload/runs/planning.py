@@ -9,6 +9,7 @@ from offload.config import Config
 from offload.layout import ModelLayout
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
+from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
@@ -79,6 +80,7 @@ def plan_run(
         traffic=plan_traffic(
             config, layout, host, kept=_kept_bytes(config, arrangement), handed_over=handed
         ),
+        link=_plan_link(config, layout, kept=_kept_bytes(config, arrangement)),
         handed_over=handed,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
@@ -219,6 +221,18 @@ def _cached_bytes(config: Config, layout: ModelLayout, host: HostPlan | None) ->
     records = layout.records
     kept = resolve_order(config.policy.order).kept(len(records), host.num_cached, step=1)
     return sum(records[index].num_bytes for index in kept)
+
+
+def _plan_link(config: Config, layout: ModelLayout, *, kept: int) -> LinkTraffic | None:
+    if config.tiers.device.kind == "cpu":
+        return None
+    return link_traffic(
+        layout,
+        parameters=config.parameter_tier,
+        gradient_dtype=config.train.gradient_dtype,
+        micro_steps=config.train.micro_steps,
+        kept_backward_bytes=kept,
+    )
 
 
 def _policy(config: Config) -> dict[str, str]:
