@@ -42,10 +42,10 @@ def best_setting(directory, *, size):
     return max(finalists, key=found.__getitem__)
 
 
-def fio_rates(file, *, setting, size):
-    """Returns the rates of the path of a file that is laid out, now."""
+def fio_rates(file, *, setting, size, ms=MEASURE_MS):
+    """Returns the rates of the path of a file that is laid out, now: each measured for `ms`."""
     read, write, mixed = (
-        run_fio(file, kind, setting, size=size, ms=MEASURE_MS) for kind in ("read", "write", "rw")
+        run_fio(file, kind, setting, size=size, ms=ms) for kind in ("read", "write", "rw")
     )
     return PathRates(
         path=str(file.parent),

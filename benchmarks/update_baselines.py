@@ -17,26 +17,17 @@ import sys
 from pathlib import Path
 
 from throttled_paths import machine_of, throttled
+from update_bound import memory_for
 
 from offload.bench.update import bench_update
 from offload.bench.update_options import UpdateOptions
-from offload.plan.host import CACHING_BUFFERS, WORKSPACE_SHARE
-from offload.sizes import MIB
 
 CACHED = 0.2
-STATE_BYTES = 10
-RECORD_BYTES = 10 * MIB
 SYSTEMS = ("engine", "deepspeed-like", "mlp-like")
 GOALS = {
     "400_200": {"deepspeed-like": 2.2, "mlp-like": 1.15},
     "400_100": {"mlp-like": 1.4},
 }
-
-
-def host_memory(parameters):
-    """What holds parameters and gradients, the window, and a fifth of the state."""
-    needed = 4 * parameters + CACHING_BUFFERS * RECORD_BYTES + CACHED * STATE_BYTES * parameters
-    return int(needed * WORKSPACE_SHARE / (WORKSPACE_SHARE - 1))
 
 
 def measure(paths, arguments, system):
@@ -45,7 +36,7 @@ def measure(paths, arguments, system):
         UpdateOptions(
             parameters=parameters,
             paths=[path.mount for path in paths],
-            host_memory_bytes=host_memory(parameters),
+            host_memory_bytes=memory_for(parameters, CACHED),
             order="alternating",
             baseline=system,
             steps=arguments.steps,

@@ -37,7 +37,7 @@ from offload.storage.faults import FaultPlan
 MB = 10**6
 MIB = 1 << 20
 RATES = (400, 200)
-RAW_FIO_BYTES = 512 * MIB
+RAW_FIO_BYTES = 1536 * MIB
 THROTTLED_FIO_BYTES = 128 * MIB
 
 
@@ -48,12 +48,15 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="Of the emulated rates.")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.2, 0.5])
+    parser.add_argument("--fio-ms", type=int, default=600, help="Of each of fio's measurements.")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--throttled", action="store_true", help="Loop devices, against fio.")
     kind.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
     parser.add_argument("--order", choices=("alternating", "resident"), default="alternating")
     parser.add_argument("--striping", default="adaptive")
-    parser.add_argument("--overlap", choices=("none", "forward"), default="none")
+    parser.add_argument(
+        "--overlap", choices=("none", "forward", "backward", "both"), default="none"
+    )
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.overlap != "none":
@@ -121,7 +124,8 @@ def against_fio(paths, arguments, *, setting, size):
         files = [stack.enter_context(laid_out(path, size=size)) for path in paths]
 
         def machine_now():
-            return memory_of(fio_rates(file, setting=setting, size=size) for file in files)
+            ms = arguments.fio_ms
+            return memory_of(fio_rates(file, setting=setting, size=size, ms=ms) for file in files)
 
         for share in arguments.shares:
             machines = [machine_now()]

@@ -152,7 +152,7 @@ class _Bench:
         before, started_s = _total(updates.moved()), time.perf_counter()
         exposed_s = 0.0
         if isinstance(updates, EngineUpdates):
-            exposed_s = updates.passes(self._options.compute_s)
+            exposed_s = updates.passes(number, self._options.compute_s)
         else:
             time.sleep(self._options.compute_s)
         updates.before_update()

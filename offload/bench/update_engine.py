@@ -11,6 +11,7 @@ from offload.bench.update_options import PathBytes, UpdateOptions, made_up_value
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
 from offload.optim.digest import state_digest
+from offload.optim.early import EarlyUpdates
 from offload.optim.kernels import load_kernels
 from offload.optim.pipeline import ModelState, ParameterUpdate, UpdatePipeline, state_key
 from offload.optim.readers import StateParts
@@ -59,6 +60,7 @@ class EngineUpdates:
         self.commit_s: list[float] = []
         overlap = resolve_overlap(options.overlap)
         self._deferred = DeferredUpdates(overlap, StallAccount()) if overlap else None
+        self._early = EarlyUpdates() if options.overlap in ("backward", "both") else None
         self._moved_by_steps: list[PathBytes] | None = None
 
     def __enter__(self) -> Self:
@@ -92,11 +94,15 @@ class EngineUpdates:
                 states=self._memory.states,
                 parameters=self._memory.parameters,
                 num_cached=self._plan.num_cached,
+                num_places=self._plan.num_places,
             )
             self._pipeline = UpdatePipeline(self._state, self._window, load_kernels())
             if self._deferred is not None:
                 self._deferred.use(self._layout, self._pipeline)
                 self._stack.callback(self._deferred.close)
+            if self._early is not None:
+                self._early.use(self._pipeline, kept=self._kept(step=1))
+                self._stack.callback(self._early.close)
             self._stack = self._stack.pop_all()
         return self
 
@@ -108,45 +114,76 @@ class EngineUpdates:
     ) -> None:
         self._stack.close()
 
-    def passes(self, compute_s: float) -> float:
-        """Sleeps as long as forward and backward take; returns what of updates was exposed."""
-        deferred = self._deferred
-        if deferred is None:
-            time.sleep(compute_s)
-            return 0.0
-        waited_s = deferred.wait_s
-        num_units = len(self._layout.units)
-        for unit in range(num_units):
-            deferred.wait_for(unit)
-            time.sleep(compute_s / 3 / num_units)
-        deferred.finish()
-        if self._completed:
-            deferred.prefetch()
-        self._moved_by_steps = self._moved()
+    def passes(self, step: int, compute_s: float) -> float:
+        """Sleeps as long as forward and backward take; returns what of updates was exposed.
+
+        Args:
+            step: The one that they belong to.
+            compute_s: Of both: a third is forward's.
+        """
+        units = range(len(self._layout.units))
+        waited_s = 0.0 if self._deferred is None else self._deferred.wait_s
+        for unit in units:
+            if self._deferred is not None:
+                self._deferred.wait_for(unit)
+            time.sleep(compute_s / 3 / len(units))
+        if self._deferred is not None:
+            self._deferred.finish()
+            waited_s = self._deferred.wait_s - waited_s
+            self._moved_by_steps = self._moved()
+        if self._early is not None:
+            self._arrive(step, pause_s=2 * compute_s / 3 / len(units))
+            return waited_s
+        if self._deferred is not None and self._completed:
+            self._deferred.prefetch()
         time.sleep(2 * compute_s / 3)
-        return deferred.wait_s - waited_s
+        return waited_s
+
+    def _arrive(self, step: int, *, pause_s: float) -> None:
+        """Has the gradients of one unit after the other appear, each after a pause."""
+        assert self._early is not None
+        updates = self._updates(step)
+        for unit in reversed(self._layout.units):
+            time.sleep(pause_s)
+            for parameter in unit.parameters():
+                name = parameter.facts.name
+                self._early.arrived(name, update_of=updates.get, edited=())
 
     def before_update(self) -> None:
         """Does nothing: gradients stay in memory."""
 
     def update(self, step: int) -> float:
         """Runs the update of a step, or starts it under the next passes, and returns the time."""
-        scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step)
-        updates = {
-            name: ParameterUpdate(scalars=scalars, scales=()) for name in self._layout.parameters
-        }
+        updates, kept = self._updates(step), self._kept(step)
         records = self._layout.records
         order = [records[index] for index in self._order.sequence(len(records), step)]
-        kept = self._order.kept(len(records), self._window.num_cached, step)
-        names = {records[index].name for index in kept}
         started_s = time.perf_counter()
+        # What is resident was written in place: nobody computes with it here, and a step follows.
+        done = frozenset[str]() if self._early is None else self._early.take(updates, edited=())
         if self._deferred is None:
-            self._pipeline.run(order, updates, kept=names)
+            rest = [record for record in order if record.name not in done]
+            self._pipeline.run(rest, updates, kept=kept)
         else:
-            units = range(len(self._layout.units))
-            self._deferred.start(updates, edited=frozenset(), kept=names, upcoming=units)
+            self._deferred.start(
+                updates,
+                edited=frozenset(),
+                kept=kept,
+                upcoming=range(len(self._layout.units)),
+                skip=done,
+            )
         self._completed = step
         return time.perf_counter() - started_s
+
+    def _updates(self, step: int) -> dict[str, ParameterUpdate]:
+        scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step)
+        update = ParameterUpdate(scalars=scalars, scales=())
+        return dict.fromkeys(self._layout.parameters, update)
+
+    def _kept(self, step: int) -> set[str]:
+        """Returns the names of the records that a step leaves in memory."""
+        records = self._layout.records
+        kept = self._order.kept(len(records), self._window.num_cached, step)
+        return {records[index].name for index in kept}
 
     def commit_if_due(self, step: int) -> None:
         """Commits the state on storage; parameters stay in memory."""

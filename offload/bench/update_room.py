@@ -53,7 +53,10 @@ def least_need(options: UpdateOptions) -> UpdateNeed:
     if _keeps_records(options):  # at most this much of the state stays in memory
         cached = max(0, options.host_memory_bytes - memory)
     spilled = 4 * options.parameters if rules and rules.spills_gradients else 0
-    return UpdateNeed(memory_bytes=memory + buffer, storage_bytes=max(0, state - cached) + spilled)
+    # Under backward new versions lie beside the current ones until the step.
+    versions = 2 if options.overlap in ("backward", "both") else 1
+    stored = versions * max(0, state - cached)
+    return UpdateNeed(memory_bytes=memory + buffer, storage_bytes=stored + spilled)
 
 
 def check_room(options: UpdateOptions) -> None:

@@ -44,7 +44,10 @@ def update(
     codec: Annotated[str, typer.Option(help="split or fp32.")] = "split",
     order: Annotated[str, typer.Option(help="Which record is updated next.")] = "sequential",
     overlap: Annotated[
-        str, typer.Option(help="What updates run under: none, or forward with --order resident.")
+        str,
+        typer.Option(
+            help="What updates run under: none, or with --order resident forward, backward, both."
+        ),
     ] = "none",
     striping: Annotated[
         str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")

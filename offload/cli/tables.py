@@ -112,6 +112,8 @@ def render_plan(console: Console, result: Result) -> None:
         )
         for saving in values.get("give_up", [])
     ]
+    if values.get("give_up_note"):
+        rows.append(("to fit less memory", values["give_up_note"]))
     rows += [(key, format_figure(key, found)) for key, found in values["policy"].items()]
     rows += [
         (each["choice"], f"{each['value']}: {each['why']}") for each in values.get("choices", [])
@@ -126,6 +128,10 @@ def render_plan(console: Console, result: Result) -> None:
         (key, format_figure(key, found))
         for key, found in values["predicted"].items()
         if found is not None
+    ]
+    rows += [
+        (f"link {key}", format_figure(key, found))
+        for key, found in (values.get("link") or {}).items()
     ]
     _print_facts(console, "run", rows)
 

@@ -1,8 +1,17 @@
 """Every key of a run's configuration, with its type, default and meaning."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from offload.config.fields import (
     AbsolutePath,
@@ -24,7 +33,10 @@ from offload.config.fields import (
     StepsOrDuration,
     StripingName,
 )
+from offload.config.presets import resolve_policy
 from offload.config.toml import format_toml
+
+AUTO = "auto"
 
 
 class ModelConfig(Section):
@@ -201,6 +213,9 @@ class HostTierConfig(Section):
     memory: Size | None = None
     """Hard budget for parameters, gradients, optimizer state and the windows in which they move.
     Required unless `offload = false`."""
+    window: Size | None = None
+    """Part of `memory` for optimizer records that are read, updated and written at one time, at
+    most. Without it 64 MiB, or what the queues of the paths hold, as measured, if that is more."""
 
 
 class StorageTierConfig(Section):
@@ -249,6 +264,10 @@ class StorageTierConfig(Section):
         """Returns the most bytes/s of a path, None for no limit."""
         return _number_at(self.rate_limit, path_index)
 
+    def rate_limits_of(self, num_paths: int) -> list[int | None]:
+        """Returns the most bytes/s of each path, None for no limit."""
+        return [self.rate_limit_of(index) for index in range(num_paths)]
+
 
 def _number_at(values: tuple[int | str, ...], index: int) -> int | None:
     if not values:
@@ -269,10 +288,19 @@ class TiersConfig(Section):
 
 
 class PolicyConfig(Section):
-    """What is kept where and moved when. A preset gives what a run does not set."""
+    """What is kept where and moved when. A preset gives what a run does not set.
+
+    `"auto"` for any key but `striping` begins with the default preset's value, and `offload train`
+    takes another where its plan finds a step faster by more than the plan's error. No value of
+    these keys changes a result. `policy = "auto"` is all of them.
+    """
+
+    AUTO_KEYS: ClassVar = ("parameters", "optimizer", "order", "overlap", "prefetch")
 
     parameters: Literal["device", "host", "storage"]
-    """The tier in which parameters live between uses."""
+    """The tier in which parameters live between uses. `"device"` keeps all of them in the device's
+    memory, where passes use them at once, and in host memory, where updates change them; on device
+    `cpu`, whose memory is the host's, it is `"host"`."""
     optimizer: Literal["host", "storage"]
     """The tier in which optimizer state lives between updates."""
     order: OrderName
@@ -289,6 +317,38 @@ class PolicyConfig(Section):
     """Prefetch distance in units: how far ahead of use parameters are fetched, at least. Each needs
     a slot beside the one in use. Where fetches come late and there are more slots, it grows by the
     rates at which units are fetched and used; 0 fetches on demand."""
+    _auto: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @property
+    def auto(self) -> frozenset[str]:
+        """The keys that are `"auto"`: the values here are those they begin with."""
+        return self._auto
+
+    def with_values(self, **changes: Any) -> "PolicyConfig":
+        """Returns this policy with other values, and nothing left `"auto"`."""
+        return PolicyConfig(
+            **{key: getattr(self, key) for key in type(self).model_fields} | changes
+        )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _begin_auto(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, Mapping):
+            return handler(values)
+        auto = frozenset(key for key in cls.AUTO_KEYS if values.get(key) == AUTO)
+        if not auto:
+            return handler(values)
+        if "order" in auto and "overlap" not in values:
+            auto |= {"overlap"}  # an order implies it
+        begun = {key: value for key, value in values.items() if key not in auto}
+        begun |= {key: v for key, v in resolve_policy(None).items() if key in auto}
+        policy = handler(begun)
+        policy._auto = auto
+        return policy
+
+    @model_serializer(mode="wrap")
+    def _show_auto(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: AUTO if key in self._auto else value for key, value in handler(self).items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -357,12 +417,28 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Named commits kept beside the newest."""
 
+    @property
+    def parameter_tier(self) -> Literal["device", "host", "storage"]:
+        """The tier in which parameters live on this device, with offloading or without."""
+        if not self.offload or self.policy.parameters == "device":
+            return "host" if self.tiers.device.kind == "cpu" else "device"
+        return self.policy.parameters
+
+    @property
+    def optimizer_tier(self) -> Literal["host", "storage"]:
+        """The tier in which optimizer state lives, with offloading or without."""
+        return self.policy.optimizer if self.offload else "host"
+
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Returns the JSON schema of a file, for editors."""
         schema = cls.model_json_schema(mode="validation")
         # In a file a preset fills in what the table leaves out.
         schema["$defs"]["PolicyConfig"].pop("required")
+        keys = schema["$defs"]["PolicyConfig"]["properties"]
+        for key in PolicyConfig.AUTO_KEYS:
+            described = {k: keys[key].pop(k) for k in ("title", "description") if k in keys[key]}
+            keys[key] = {"anyOf": [keys[key], {"const": AUTO}], **described}
         policy = schema["properties"]["policy"]
         schema["properties"]["policy"] = {
             "anyOf": [{"$ref": policy.pop("$ref")}, {"type": "string"}],
@@ -370,6 +446,10 @@ class Config(Section):
         }
         schema.pop("required")
         return schema
+
+    def settled(self) -> "Config":
+        """Returns this run with each `"auto"` of its policy at the value it begins with."""
+        return self.model_copy(update={"policy": self.policy.with_values()})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, without what is unset, that build this very config again."""

@@ -17,7 +17,6 @@ class Problem:
 
 
 _SUPPORTED: dict[str, tuple[object, ...]] = {
-    "policy.parameters": ("host", "storage"),
     "policy.order": ("sequential", "alternating", "resident"),
 }
 

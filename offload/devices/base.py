@@ -2,13 +2,14 @@
 
 [Note: what makes a copy visible]
 A copy to the device is asynchronous. What fills a slot is ordered in three steps: the copy starts
-only after the last use of the slot's former bytes, computing starts only after the copy, which
+only after the last use of the slot's former bytes (its storage died then, or `note_uses` was
+called), computing starts only after the copy, which
 `Copy.wait` sees to, and the host memory that it reads is reused only after `Copy.synchronize`, or
 once `Copy.done`. `wait` need not block: on CUDA it makes the current stream wait for an event.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -47,6 +48,10 @@ class Copy(Protocol):
 class Device(ABC):
     """Where a model computes, with an arena for what it computes with.
 
+    Attributes:
+        copied_in_bytes: Copied to the device since the beginning; 0 where nothing has to be.
+        copied_out_bytes: Copied from it.
+
     Concurrency: `copy_in` and `copy_out` may be called from any thread; storages that give slots
         back may die in any thread.
     """
@@ -55,6 +60,8 @@ class Device(ABC):
     """As in `tiers.device.kind`."""
     is_unified: ClassVar[bool] = False
     """Whether host arenas are device arenas, so that nothing is copied."""
+    copied_in_bytes = 0
+    copied_out_bytes = 0
 
     @property
     @abstractmethod
@@ -109,6 +116,14 @@ class Device(ABC):
 
         It begins after the last use of the slot under `into`.
         """
+
+    def note_uses(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Says that what this thread has computed so far uses the storages of `tensors`.
+
+        Copies into these that are asked for later begin after it. For memory that stays in use
+        while its bytes change.
+        """
+        del tensors
 
     @abstractmethod
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:

@@ -6,7 +6,7 @@ Nothing here has run in this project's own tests without a GPU, except what take
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -123,7 +123,7 @@ class CudaDevice(Device):
         self._registration = HostRegistration(CudaRegistrar())
         self._in: Any = None
         self._out: Any = None
-        # By the address of a free slot: recorded after the last use of its former bytes.
+        # By the address of what is to be filled: recorded after the last use of its former bytes.
         self._last_uses: dict[int, Any] = {}
         self._lock = threading.RLock()  # a dying storage comes from inside any allocation
 
@@ -198,6 +198,7 @@ class CudaDevice(Device):
 
     def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
         assert self._in is not None, "the device is open"
+        self.copied_in_bytes += len(source)
         with self._lock:
             last_use = self._last_uses.pop(into.untyped_storage().data_ptr(), None)
         with _cuda.stream(self._in), torch.no_grad():
@@ -210,8 +211,17 @@ class CudaDevice(Device):
                     into[part].copy_(host[part], non_blocking=True)
             return _CudaCopy(self._in, self._device, keep=host)
 
+    def note_uses(self, tensors: Iterable[torch.Tensor]) -> None:
+        event = _cuda.Event()
+        event.record(_cuda.current_stream(self._device))
+        with self._lock:
+            for tensor in tensors:
+                if tensor.numel():
+                    self._last_uses[tensor.untyped_storage().data_ptr()] = event
+
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         assert self._out is not None, "the device is open"
+        self.copied_out_bytes += into.numel() * into.element_size()
         self._out.wait_stream(_cuda.current_stream(self._device))
         with _cuda.stream(self._out), torch.no_grad():
             if not (source.is_contiguous() and into.is_contiguous()):

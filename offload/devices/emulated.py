@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,12 +33,7 @@ class OrderError(OffloadError, RuntimeError):
 
 
 class EmulatedDevice(Device):
-    """A bounded device memory and one link each way, each with a thread that copies.
-
-    Attributes:
-        copied_in_bytes: Over the link to the device, since the beginning.
-        copied_out_bytes: Over the link from it.
-    """
+    """A bounded device memory and one link each way, each with a thread that copies."""
 
     kind: ClassVar[str] = "emulated"
 
@@ -49,8 +44,6 @@ class EmulatedDevice(Device):
         link_bytes_per_s: float | None = None,
         link_latency_s: float = 0.0,
     ) -> None:
-        self.copied_in_bytes = 0
-        self.copied_out_bytes = 0
         self._memory_bytes = _UNBOUNDED_BYTES if memory_bytes is None else memory_bytes
         self._allocated_bytes = 0
         self._in = _Link("in", link_bytes_per_s, link_latency_s)
@@ -58,6 +51,8 @@ class EmulatedDevice(Device):
         # By the address of a storage whose bytes must not be read: the copies to it that nobody
         # has waited for, none where it holds poison. Written by whichever thread drops a storage.
         self._not_valid: dict[int, set[_LinkCopy]] = {}
+        # Addresses of storages that may be in use: their bytes were made visible.
+        self._in_use: set[int] = set()
 
     @property
     def torch_device(self) -> torch.device:
@@ -95,6 +90,7 @@ class EmulatedDevice(Device):
         def die() -> None:
             _poison(region)
             self._not_valid.pop(address, None)
+            self._in_use.discard(address)
             if on_death is not None:
                 on_death()
 
@@ -110,13 +106,18 @@ class EmulatedDevice(Device):
             _poison(memory_of(base))
             address = base.data_ptr()
             self._not_valid[address] = set()
-            die = weakref.finalize(base.untyped_storage(), self._not_valid.pop, address, None)
+            die = weakref.finalize(base.untyped_storage(), self._forget, address)
             die.atexit = False
         return base
 
     def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
         memory = memory_of(into)
         address = into.untyped_storage().data_ptr()
+        if address in self._in_use:
+            raise OrderError(
+                f"cannot copy to device memory at {address:#x}: expected nothing that still uses "
+                "its bytes, found that they were made visible; call `note_uses` after the last use"
+            )
         self.copied_in_bytes += len(source)
 
         def move() -> None:
@@ -127,6 +128,10 @@ class EmulatedDevice(Device):
             self._not_valid.setdefault(address, set()).add(copy)
         self._in.submit(copy)
         return copy
+
+    def note_uses(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._in_use.discard(tensor.untyped_storage().data_ptr())
 
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         self.require_valid(source)
@@ -171,6 +176,11 @@ class EmulatedDevice(Device):
             copies.discard(copy)
             if not copies:
                 del self._not_valid[address]
+                self._in_use.add(address)
+
+    def _forget(self, address: int) -> None:
+        self._not_valid.pop(address, None)
+        self._in_use.discard(address)
 
 
 class _Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]

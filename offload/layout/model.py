@@ -77,6 +77,12 @@ class ModelLayout:
         return sum(s.num_elements for s in self.shards.values() if s.is_trainable)
 
     @property
+    def usual_dtype(self) -> str:
+        """The dtype of most trainable shards, whose updates stand for all; bf16 where none is."""
+        dtypes = [shard.dtype for shard in self.shards.values() if shard.is_trainable]
+        return max(dtypes, key=dtypes.count, default="bfloat16")
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state, alignment included."""
         return sum(record.padded_bytes for record in self.records)

@@ -9,13 +9,14 @@ parameters, and for all before it writes gradients, commits, or looks at the sta
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
 from offload.layout import ModelLayout, Record
+from offload.optim.handover import HandedOver, Handovers
 from offload.optim.model_state import ParameterUpdate
+from offload.optim.pending_records import PendingRecords
 from offload.optim.pipeline import UpdateJob, UpdatePipeline
 from offload.policy import Overlap
 from offload.storage.stalls import KERNEL, StallAccount
@@ -51,7 +52,8 @@ class DeferredUpdates:
         self._sequence: Sequence[int] = ()
         # Over what follows; the worker waits for `_job`, the caller for what it asked for.
         self._changed = threading.Condition()
-        self._pending = _PendingRecords(policy, self._changed)
+        self._handovers = Handovers((), {})
+        self._pending = PendingRecords(policy, self._changed)
         self._num_left: dict[int, int] = {}
         self._callbacks: dict[int, list[Callable[[], None]]] = {}
         self._job: UpdateJob | None = None
@@ -69,6 +71,7 @@ class DeferredUpdates:
         self._units = [
             tuple(sorted({unit_of[s.shard] for s in record.subgroups})) for record in layout.records
         ]
+        self._handovers = Handovers(layout.records, unit_of)
         self._records_of.clear()
         for index, units in enumerate(self._units):
             for unit in units:
@@ -90,6 +93,7 @@ class DeferredUpdates:
         edited: frozenset[str],
         kept: Container[str],
         upcoming: Sequence[int],
+        slotted: Container[int] = (),
         skip: Container[str] = (),
     ) -> None:
         """Takes the updates of a step over and returns at once. Nothing else may be pending.
@@ -99,6 +103,7 @@ class DeferredUpdates:
             edited: Parameters that are the master again.
             kept: Names of records whose state stays in memory.
             upcoming: The units of the next forward, by first use, as far as it is known.
+            slotted: Units that come into a slot before they are used.
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
@@ -112,7 +117,8 @@ class DeferredUpdates:
             if self._records[index].name in names
         ]
         with self._changed:
-            self._pending.begin(self._records, self._sequence)
+            self._handovers.begin(self._sequence, [u for u in upcoming if u in slotted])
+            self._pending.begin(self._records, self._sequence, self._handovers)
             self._num_left.clear()
             for index in self._sequence:
                 for unit in self._units[index]:
@@ -126,6 +132,7 @@ class DeferredUpdates:
                 kept=kept,
                 stalls=StallAccount(),  # what is hidden is no stall
                 on_updated=self._on_updated,
+                on_computed=self._on_computed,
             )
             self._changed.notify_all()
         if self._thread is None:
@@ -147,8 +154,39 @@ class DeferredUpdates:
                 return
         callback()
 
-    def wait_for(self, unit: int) -> float:
-        """Waits until no update of the unit is pending, which comes next.
+    def hand_over(self, subgroup: str, into: memoryview) -> HandedOver | None:
+        """Returns what brings a subgroup into memory when its update is computed.
+
+        Args:
+            subgroup: Its name.
+            into: Where its parameters go, padded.
+
+        Returns:
+            None where its parameters were computed before, or no update of them is pending.
+        """
+        with self._changed:
+            if not self._handovers.is_to_come(subgroup):
+                return None
+            handed = HandedOver(into, lambda each, asks: self._wait_handed(number, each, asks=asks))
+            number = self._handovers.add(subgroup, handed)
+        self._pipeline.wake()  # it may wait for this
+        return handed
+
+    def is_to_come(self, subgroup: str) -> bool:
+        """Tells whether `hand_over` would bring a subgroup."""
+        with self._changed:
+            return self._handovers.is_to_come(subgroup)
+
+    def is_written(self, subgroup: str) -> bool:
+        """Tells whether no update of a subgroup is pending."""
+        with self._changed:
+            return self._handovers.is_written(subgroup)
+
+    def wait_for(self, unit: int, *, asks: bool = True) -> float:
+        """Waits until no update of the unit is pending.
+
+        Args:
+            asks: Whether its update comes next.
 
         Returns:
             For how long the caller's thread waited.
@@ -158,8 +196,9 @@ class DeferredUpdates:
         """
         if self.is_updated(unit):
             return 0.0
-        with self._changed:
-            self._pending.need(self._records_of.get(unit, ()))
+        if asks:
+            with self._changed:
+                self._pending.need(self._records_of.get(unit, ()))
         return self._wait(lambda: self.is_updated(unit))
 
     def finish(self) -> None:
@@ -169,6 +208,7 @@ class DeferredUpdates:
             StorageError, CorruptStateError: The updates failed.
         """
         if self.is_pending or self._failure is not None:
+            self._hurry()
             self._wait(lambda: not self.is_pending and self._failure is None)
 
     def prefetch(self) -> None:
@@ -181,21 +221,36 @@ class DeferredUpdates:
 
     def forget_failure(self) -> None:
         """Goes on as if nothing had been pending: the state is another one now."""
+        self._hurry()
         with self._changed:
             self._changed.wait_for(lambda: self._job is None)
             self._failure = None
             self.was_raised = False
             self._num_left.clear()
             self._callbacks.clear()
+            self._handovers.clear()
 
     def close(self) -> None:
         """Waits for what is pending, whatever it gives, and ends the thread; again does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._hurry()
             with self._changed:
                 self._is_closing = True
                 self._changed.notify_all()
             thread.join()
+
+    def _hurry(self) -> None:
+        """Has no update wait for slots any more."""
+        with self._changed:
+            self._pending.is_hurried = True
+        self._pipeline.wake()
+
+    def _wait_handed(self, number: int, handed: HandedOver, *, asks: bool) -> None:
+        if asks:
+            with self._changed:
+                self._pending.need((number,))
+        self._wait(handed.done)
 
     def _wait(self, is_reached: Callable[[], bool]) -> float:
         started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
@@ -247,7 +302,9 @@ class DeferredUpdates:
     def _on_updated(self, record: Record) -> None:
         ready: list[Callable[[], None]] = []
         with self._changed:
-            for unit in self._units[self._pending.finish(record)]:
+            number = self._pending.finish(record)
+            self._handovers.finish(number)
+            for unit in self._units[number]:
                 self._num_left[unit] -= 1
                 if not self._num_left[unit]:
                     ready.extend(self._callbacks.pop(unit, ()))
@@ -255,50 +312,10 @@ class DeferredUpdates:
         for callback in ready:
             callback()
 
-
-class _PendingRecords:
-    """The records of a step that are not read yet, as the policy orders them."""
-
-    def __init__(self, policy: Overlap, lock: threading.Condition) -> None:
-        self._policy = policy
-        self._lock = lock
-        self._records: Sequence[Record] = ()
-        self._numbers: dict[str, int] = {}
-        self._waiting: deque[int] = deque()
-        self._needed: set[int] = set()
-
-    def begin(self, records: Sequence[Record], sequence: Sequence[int]) -> None:
-        """Starts a step. Under the lock."""
-        if records is not self._records:
-            self._records = records
-            self._numbers = {record.name: index for index, record in enumerate(records)}
-        self._waiting = deque(sequence)
-        self._needed.clear()
-
-    def need(self, numbers: Sequence[int]) -> None:
-        """Says that the pass waits for these records. Under the lock."""
-        self._needed.update(numbers)
-
-    def finish(self, record: Record) -> int:
-        """Says that a record is updated, and returns its number. Under the lock."""
-        number = self._numbers[record.name]
-        self._needed.discard(number)
-        return number
-
-    def peek(self) -> Record | None:
-        with self._lock:
-            if not self._waiting:
-                return None
-            return self._records[self._policy.choose(self._waiting, self._needed)]
-
-    def take(self, record: Record) -> None:
-        with self._lock:
-            self._waiting.remove(self._numbers[record.name])
-
-    def is_open(self) -> bool:
-        return False
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        with self._lock:
-            numbers = [self._numbers[record.name] for record in ready]
-            return self._records[self._policy.choose(numbers, self._needed)]
+    def _on_computed(self, record: Record, parameters: Mapping[str, memoryview]) -> None:
+        with self._changed:
+            waiting = self._handovers.take(self._pending.number_of(record))
+        for name, handed in waiting.items():
+            handed.give(parameters[name])
+        with self._changed:
+            self._changed.notify_all()

@@ -1,5 +1,6 @@
 """Where a model's parameters and optimizer state live, and what an update of one needs."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +46,40 @@ class StoredGradients(Protocol):
         ...
 
 
+class ParametersElsewhere(Protocol):
+    """Where parameters that updates change in host memory live between steps.
+
+    Attributes:
+        flat: The flat shards there, by name.
+    """
+
+    @property
+    def flat(self) -> Mapping[str, torch.Tensor]: ...
+    def begin(self) -> None:
+        """Makes host memory free to change."""
+        ...
+
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying there elements of a flat shard that were updated."""
+        ...
+
+    def send_all(self) -> None:
+        """Starts copying every parameter there."""
+        ...
+
+    def wait_all(self) -> None:
+        """Waits until what was sent may be computed with."""
+        ...
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Copies parameters that were changed there to host memory."""
+        ...
+
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes there are not those in host memory."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelState:
     """Where the parameters and the optimizer state of a model live.
@@ -52,6 +87,7 @@ class ModelState:
     Attributes:
         store: Holds what is not resident; None where everything is.
         parameters: Resident flat shards by name, or None where parameters live on storage.
+        elsewhere: Where resident parameters live between steps, if that is not host memory.
         records: Resident records by name, uint8, or None where the state lives on storage.
         gradients: Flat accumulators of the trainable shards that are not spilled, by name.
         has_fp32_gradients: Whether gradients accumulate in fp32, whatever the parameter's dtype.
@@ -66,6 +102,7 @@ class ModelState:
     parameters: dict[str, torch.Tensor] | None
     records: dict[str, torch.Tensor] | None
     gradients: dict[str, torch.Tensor]
+    elsewhere: ParametersElsewhere | None = None
     spilled: StoredGradients | None = None
     has_fp32_gradients: bool = False
     edited: set[str] = field(default_factory=set)

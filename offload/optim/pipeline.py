@@ -2,10 +2,8 @@
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -20,6 +18,7 @@ from offload.optim.model_state import (
     parameter_key,
     state_key,
 )
+from offload.optim.record_source import InOrder, RecordSource
 from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
@@ -41,48 +40,6 @@ _PRIORITY = Priority.WRITE_BACK
 """Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
 
 
-class RecordSource(Protocol):
-    """Says which record comes next. May change its mind until a record is taken."""
-
-    def peek(self) -> Record | None:
-        """Returns the record whose reading begins next; None if there is no more."""
-        ...
-
-    def take(self, record: Record) -> None:
-        """Says that the reading of `record` begins."""
-        ...
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        """Returns which of the records that are in memory is updated next."""
-        ...
-
-    def is_open(self) -> bool:
-        """Returns whether more records may come; who adds one calls `UpdatePipeline.wake`."""
-        ...
-
-
-class InOrder:
-    """Records in a given order."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = deque(records)
-
-    def peek(self) -> Record | None:
-        return self._records[0] if self._records else None
-
-    def take(self, record: Record) -> None:
-        if record is self._records[0]:
-            self._records.popleft()
-        else:
-            self._records.remove(record)
-
-    def choose(self, ready: Sequence[Record]) -> Record:
-        return ready[0]
-
-    def is_open(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateJob:
     """The updates of one step.
@@ -95,6 +52,7 @@ class UpdateJob:
         kept: Names of records whose state stays in memory after its update, not written.
         stalls: Where waits are added.
         on_updated: Called when the parameters of a record have their new values where they live.
+        on_computed: Called with the new parameters of a record, by subgroup, that are stored.
         is_staged: Whether what is written becomes current later. Cached records are left alone.
     """
 
@@ -105,6 +63,7 @@ class UpdateJob:
     kept: Container[str]
     stalls: StallAccount
     on_updated: Callable[[Record], None] = lambda _: None
+    on_computed: Callable[[Record, Mapping[str, memoryview]], None] = lambda *_: None
     is_staged: bool = False
 
 
@@ -328,13 +287,14 @@ class _Run:
                 self._reap()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
-                if ready:
-                    self._update(ready)
-                elif reading:
-                    self._pipeline.wait_any(reading[0], self._job, "reading records")
+                coming = [current for current in reading if current not in ready]
+                if (current := self._choose(ready)) is not None:
+                    self._update(current)
+                elif coming:
+                    self._pipeline.wait_any(coming[0], self._job, "reading records")
                 elif writing:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
-                elif source.is_open():
+                elif ready or source.is_open():
                     self._pipeline.wait_woken()
         except BaseException:
             self._pipeline.abandon(reading, writing)
@@ -354,7 +314,7 @@ class _Run:
 
     def _read_ahead(self) -> None:
         """Starts reading the next records, as long as there are free buffers."""
-        while (record := self._job.source.peek()) is not None:
+        while (record := self._next()) is not None:
             buffer: RecordBuffer | None = None
             is_hit = record.name in self._window.cached
             if not self._window.is_empty:
@@ -371,6 +331,12 @@ class _Run:
             self._read_parameters(current)
             self._read_gradients(current)
             self._pipeline.watch(current)
+
+    def _next(self) -> Record | None:
+        """Returns what is read next: what is in memory must not keep reads waiting."""
+        if self._window.is_left_for_reads:
+            return self._job.source.peek(besides=self._window.cached)
+        return self._job.source.peek()
 
     def _read_gradients(self, current: _InFlight) -> None:
         spilled, buffer = self._state.spilled, current.buffer
@@ -423,17 +389,24 @@ class _Run:
         )
         return used < subgroup.num_elements
 
-    def _update(self, ready: Sequence[_InFlight]) -> None:
-        """Updates one of the records that are there, and starts writing it."""
+    def _choose(self, ready: Sequence[_InFlight]) -> _InFlight | None:
+        """Returns which of the records that are there is updated next, if one may be."""
+        if not ready:
+            return None
         record = self._job.source.choose([current.record for current in ready])
-        (current,) = (each for each in ready if each.record is record)
+        return next((current for current in ready if current.record is record), None)
+
+    def _update(self, current: _InFlight) -> None:
+        """Updates a record that is there, and starts writing it."""
         for ticket in current.tickets:
             ticket.wait()
         self._pipeline.compute(current, self._job)
         self._reading.remove(current)
         self._start_write(current)
         if self._state.parameters is not None:
-            self._job.on_updated(record)
+            self._job.on_updated(current.record)
+        elif current.buffer is not None:
+            self._job.on_computed(current.record, current.buffer.parameters)
 
     def _start_write(self, current: _InFlight) -> None:
         """Moves the record that was updated on to `writing`, if anything of it is stored."""
@@ -462,18 +435,19 @@ class _Run:
 
     def _write_back_left_out(self) -> None:
         """Starts writing cached records that this step neither updates nor keeps."""
-        store, cached = self._state.store, self._window.cached
+        store = self._state.store
         for record in self._state.layout.records:
             if record.name in self._job.touched or record.name in self._job.kept:
                 continue
-            state, slot = self._window.cached_state(record), cached.pop(record.name, None)
-            if state is None or slot is None or store is None:
+            buffer = self._window.take_cached(record)
+            if buffer is None:
                 continue
-            buffer = RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
+            assert buffer.state is not None
+            assert store is not None
             self._writing.append(_InFlight(record=record, buffer=buffer))
             if state_key(record) in self._state.dirty:
                 self._state.dirty.discard(state_key(record))
-                ticket = store.write(state_key(record), state, num_bytes=record.num_bytes)
+                ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
                 self._writing[-1].tickets.append(ticket)
                 self._pipeline.watch(self._writing[-1])
 

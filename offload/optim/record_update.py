@@ -1,6 +1,7 @@
 """The computing part of an update: the operands of a record's subgroups, and the pass over them."""
 
-from collections.abc import Container, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 
@@ -52,6 +53,20 @@ class RecordUpdate:
             self._state.dirty.add(state_key(record))
         if self._state.parameters is not None:
             self._state.dirty.update(parameter_key(s) for s in record.subgroups)
+        if self._state.elsewhere is not None:
+            for subgroup in record.subgroups:
+                for start, stop in self._changed(subgroup, updates):
+                    self._state.elsewhere.send(subgroup.shard, start, stop)
+
+    def _changed(self, subgroup: Subgroup, updates: Container[str]) -> Iterator[tuple[int, int]]:
+        """Yields the elements of the shard that were updated, neighbours together."""
+        placed = self._state.layout.parameters_in(subgroup)
+        groups = itertools.groupby(placed, key=lambda each: each.facts.name in updates)
+        for is_updated, group in groups:
+            if is_updated:
+                together = list(group)
+                start, stop = together[0].start, together[-1].stop
+                yield max(start, subgroup.start), min(stop, subgroup.stop)
 
     def _update_whole(
         self, subgroup: Subgroup, operands: Operands, updates: Mapping[str, ParameterUpdate]

@@ -7,6 +7,7 @@ import torch
 
 from offload.layout import ModelLayout, Record, Subgroup
 from offload.memory import Slot, SlotPool, storage_over
+from offload.plan.window import is_left_for_reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Window:
 
     Attributes:
         cached: The slot of each record that is in memory, by name.
+        num_places: The most records that are in the window at one time.
+        num_places_taken: Those that are in it now.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Window:
         states: SlotPool[memoryview] | None,
         parameters: SlotPool[memoryview] | None,
         num_cached: int,
+        num_places: int,
         gradients: SlotPool[memoryview] | None = None,
         gradient_bytes: Mapping[str, int] | None = None,
     ) -> None:
@@ -54,6 +58,8 @@ class Window:
             states: Slots for records; None where the state is resident.
             parameters: Slots for a record's parameters; None where they are resident.
             num_cached: The most records that `keep` may hold.
+            num_places: The most records in the window at one time. One that is cached brings its
+                state along; any other needs one of `states`.
             gradients: Slots for a record's spilled gradients; None where there are none.
             gradient_bytes: Of each subgroup whose gradients are spilled, padded, by name.
         """
@@ -63,6 +69,8 @@ class Window:
         self._gradients = gradients
         self._gradient_bytes = gradient_bytes or {}
         self.num_cached = num_cached
+        self.num_places = num_places
+        self.num_places_taken = 0
         self.cached: dict[str, Slot[memoryview]] = {}
 
     @property
@@ -73,7 +81,13 @@ class Window:
     @property
     def num_free(self) -> int:
         """Records that could be leased now, those that are cached left aside."""
-        return min((pool.num_free for pool in self._pools), default=0)
+        pools = (pool.num_free for pool in self._pools)
+        return min(self.num_places - self.num_places_taken, *pools) if self._pools else 0
+
+    @property
+    def is_left_for_reads(self) -> bool:
+        """Whether a record that is in memory had better wait for one that has to be read."""
+        return is_left_for_reads(self.num_places - self.num_places_taken, self.num_places)
 
     @property
     def _pools(self) -> list[SlotPool[memoryview]]:
@@ -90,12 +104,21 @@ class Window:
 
         None while all buffers are in use.
         """
-        is_cached = record.name in self.cached
-        needed = [pool for pool in self._pools if pool is not self._states or not is_cached]
-        if any(not pool.num_free for pool in needed):
+        takes_state = self._states is not None and record.name not in self.cached
+        takes_gradients = any(s.name in self._gradient_bytes for s in record.subgroups)
+        wanted = (
+            (self._states, takes_state),
+            (self._parameters, True),
+            (self._gradients, takes_gradients),
+        )
+        needed = [pool for pool, is_taken in wanted if pool is not None and is_taken]
+        if self.num_places_taken >= self.num_places or any(not p.num_free for p in needed):
             return None
+        self.num_places_taken += 1
         parameter_slot = self._parameters.try_lease() if self._parameters else None
-        gradient_slot = self._gradients.try_lease() if self._gradients else None
+        gradient_slot = None
+        if self._gradients and takes_gradients:
+            gradient_slot = self._gradients.try_lease()
         state_slot = self.cached.pop(record.name, None)
         if state_slot is None and self._states:
             state_slot = self._states.try_lease()
@@ -109,6 +132,15 @@ class Window:
             gradient_slot=gradient_slot,
             gradients=self._cut_gradients(record, gradient_slot) if gradient_slot else {},
         )
+
+    def take_cached(self, record: Record) -> RecordBuffer | None:
+        """Takes a state out of the cache, whatever places there are; None where it is not in it."""
+        state = self.cached_state(record)
+        if state is None:
+            return None
+        self.num_places_taken += 1
+        slot = self.cached.pop(record.name)
+        return RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
 
     def keep(self, record: Record, buffer: RecordBuffer) -> RecordBuffer:
         """Moves the state of `buffer` to the cache; returns the buffer without it."""
@@ -125,6 +157,7 @@ class Window:
 
     def release(self, buffer: RecordBuffer) -> None:
         """Gives the buffer back; its transfers must have ended."""
+        self.num_places_taken -= 1
         if self._states and buffer.state_slot is not None:
             self._states.release(buffer.state_slot)
         if self._parameters and buffer.parameter_slot is not None:

@@ -1,6 +1,6 @@
 """Policies that a run left open: what a step would take under each, and which one is worth it."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 NEAR = 0.05
@@ -91,3 +91,43 @@ def fastest(now: Alternative, others: Iterable[Alternative]) -> Alternative:
         if best.step_s is None or other.step_s < best.step_s * (1 - NEAR):
             best = other
     return best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What was taken where the run left it to the plan."""
+
+    keys: tuple[str, ...]
+    """Of `policy`, that were `"auto"`."""
+    begun: Alternative
+    """What the default preset gives."""
+    chosen: Alternative
+
+    @staticmethod
+    def of(keys: Collection[str], compared: Sequence[Alternative]) -> "Adoption":
+        """Returns what to take of all that was compared, the first of which is the default."""
+        begun = compared[0]
+        chosen = fastest(begun, compared[1:])
+        return Adoption(keys=tuple(sorted(keys)), begun=begun, chosen=chosen)
+
+    @property
+    def values(self) -> dict[str, str | int]:
+        """The value of each key."""
+        return {key: getattr(self.chosen.choices, key) for key in self.keys}
+
+    @property
+    def why(self) -> str:
+        """The reason in one line."""
+        if self.chosen is self.begun:
+            return (
+                f"a step is predicted to take {self.begun.step_s:.3g} s, and nothing else that "
+                f"fits is faster by more than {NEAR:.0%}"
+            )
+        return (
+            f"a step is predicted to take {self.chosen.step_s:.3g} s instead of "
+            f"{self.begun.step_s:.3g} s with the default preset"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the keys of `policy` that were chosen, the predicted time and the reason."""
+        return {"policy": self.values, "step_s": self.chosen.step_s, "why": self.why}

@@ -1,9 +1,11 @@
-"""How the budget of a device with memory of its own is cut: slots for units."""
+"""How the budget of a device with memory of its own is cut: all units, or slots for some."""
 
 from dataclasses import dataclass
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
+from offload.plan.advice import how_to_fit
+from offload.plan.host import Placement
 from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
@@ -17,26 +19,40 @@ class DevicePlan:
     slot_bytes: int
     num_slots: int
     smallest_bytes: int
-    """The smallest budget with which this model runs: one co-resident set."""
+    """The smallest budget with which this model runs: all of it where it lives on the device, else
+    one co-resident set."""
+    resident_bytes: int = 0
+    """Of all units, where they live on the device."""
 
     @property
     def planned_bytes(self) -> int:
-        return self.slot_bytes * self.num_slots
+        return self.resident_bytes + self.slot_bytes * self.num_slots
 
     @property
     def fits(self) -> bool:
         return self.budget_bytes is None or self.smallest_bytes <= self.budget_bytes
 
-    def require_fit(self) -> None:
-        """Raises PlanError if the budget is below the smallest."""
+    def require_fit(self, *, beside_bytes: int = 0, is_part: bool = False) -> None:
+        """Raises PlanError if the budget is below the smallest.
+
+        Args:
+            beside_bytes: Of the tier, that other models have.
+            is_part: Whether the user gave the model a part of it.
+        """
         if not self.fits:
             assert self.budget_bytes is not None
+            needed, remedy = "all parameters", ', or set `policy.parameters = "host"`'
+            if not self.resident_bytes:
+                count = self.smallest_bytes // self.slot_bytes
+                needed, remedy = f"{count} slots of the largest unit", ""
             raise PlanError(
                 f"the model does not fit `tiers.device.memory`: expected at least "
-                f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: "
-                f"{self.smallest_bytes // self.slot_bytes} slots of the largest unit), found "
-                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
-                f'`tiers.device.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
+                f"{self.smallest_bytes} bytes ({format_size(self.smallest_bytes)}: {needed}), "
+                f"found {self.budget_bytes} bytes ({format_size(self.budget_bytes)}); "
+                + how_to_fit(
+                    "device", self.smallest_bytes, beside_bytes=beside_bytes, is_part=is_part
+                )
+                + remedy
             )
 
 
@@ -44,31 +60,41 @@ def plan_device(
     layout: ModelLayout,
     *,
     budget_bytes: int | None,
+    parameters: Placement,
     co_resident_units: int = 1,
     prefetch_distance: int = 2,
-    holds_all: bool = False,
     tiled: frozenset[str] = frozenset(),
 ) -> DevicePlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
     Args:
-        budget_bytes: None: one co-resident set, and a slot for each unit fetched ahead.
+        budget_bytes: None: all units where they live on the device, else one co-resident set, and
+            a slot for each unit fetched ahead.
+        parameters: Where they live.
         co_resident_units: Most units that one call needs at once.
         prefetch_distance: Units fetched ahead.
-        holds_all: A slot for every unit, whatever the budget.
         tiled: Names of units that no slot holds as a whole.
     """
+    if parameters == "device":
+        resident_bytes = sum(unit.num_bytes for unit in layout.units)
+        return DevicePlan(
+            budget_bytes=budget_bytes,
+            slot_bytes=0,
+            num_slots=0,
+            smallest_bytes=resident_bytes,
+            resident_bytes=resident_bytes,
+        )
     slot_bytes = slot_bytes_of(layout, tiled)
     most = len(layout.units)
-    if not slot_bytes or holds_all:
-        num_slots = most if slot_bytes else 0
+    if not slot_bytes:
+        num_slots = 0
     elif budget_bytes is None:
         num_slots = min(most, co_resident_units + prefetch_distance)
     else:
         num_slots = max(min(most, budget_bytes // slot_bytes), co_resident_units)
     return DevicePlan(
-        budget_bytes=None if holds_all else budget_bytes,
+        budget_bytes=budget_bytes,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
-        smallest_bytes=0 if holds_all else slot_bytes * min(co_resident_units, most),
+        smallest_bytes=slot_bytes * min(co_resident_units, most),
     )

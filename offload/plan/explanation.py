@@ -8,9 +8,12 @@ from offload.plan.host import HostPlan
 from offload.plan.prediction import Choices
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
+from offload.plan.window import LEAST_BUFFERS
 from offload.sizes import format_size
 
 NOT_BOUNDED = "not bounded"
+AUTOCAST_ITEMSIZE = 2
+"""Of bf16 and fp16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +101,23 @@ def not_covered(
         Uncovered(what="copies that `state_dict` returns", num_bytes=None),
         Uncovered(what="page cache where a path refuses O_DIRECT", num_bytes=None),
     ]
+    cast = autocast_bytes(layout)
+    if cast:
+        what = "casts under autocast, if it is used: at most, until its region ends"
+        found.append(Uncovered(what=what, num_bytes=cast))
     if drains:
         found.append(Uncovered(what="copying of checkpoints", num_bytes=record_bytes))
     return found
+
+
+def autocast_bytes(layout: ModelLayout) -> int:
+    """Returns the bytes of all fp32 matrices and kernels, cast to two bytes an element."""
+    facts = (placed.facts for _, placed in layout.parameters.values())
+    return sum(
+        AUTOCAST_ITEMSIZE * each.num_elements
+        for each in facts
+        if each.dtype == "float32" and len(each.shape) >= 2
+    )
 
 
 def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Choice:
@@ -110,6 +127,12 @@ def _parameters(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Ch
         why = (
             f"frees {size} of memory; each step fetches {format_size(fetched)} for its passes and "
             f"writes {format_size(traffic.update.parameter_write_bytes)}"
+        )
+    elif choices.parameters == "device":
+        moved = format_size(model.trainable_parameter_bytes)
+        why = (
+            f"takes {size} of the device's memory and of the host's, where updates change them; "
+            f"passes move none, and each step copies {moved} to the device"
         )
     else:
         why = f"takes {size} of memory; passes wait for nothing"
@@ -139,13 +162,18 @@ def _optimizer(model: ModelBytes, traffic: StepTraffic, choices: Choices) -> Cho
 
 
 def _records(layout: ModelLayout, host: HostPlan) -> Choice:
-    count = len(layout.records)
-    return Choice(
-        choice="subgroups and window",
-        value=f"{count} records of at most {format_size(host.buffer_bytes)}, {host.num_buffers} "
-        "in the window",
-        why="large enough for full transfer rates, few enough that ramps at both ends stay short",
+    count, window = len(layout.records), host.window_bytes
+    value = (
+        f"{count} records of at most {format_size(host.buffer_bytes)}, {host.num_places} in a "
+        f"window of {format_size(window)}"
     )
+    if host.num_buffers >= min(LEAST_BUFFERS, count):
+        why = "enough to read, update and write at one time, small enough for short ramps"
+    else:
+        why = "the budget has room for no more: reads, the pass and writes wait for each other"
+    if host.num_places > host.num_buffers:
+        why += f"; {host.num_buffers} have a buffer for state, others bring it from the cache"
+    return Choice(choice="subgroups and window", value=value, why=why)
 
 
 def _cache(layout: ModelLayout, host: HostPlan, choices: Choices) -> Choice:

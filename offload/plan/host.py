@@ -7,16 +7,17 @@ from offload.errors import PlanError
 from offload.layout import ModelLayout
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.plan.activations import ActivationPlan
+from offload.plan.advice import how_to_fit
 from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
 from offload.plan.tiles import slot_bytes_of
+from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
 from offload.sizes import format_size
 
-Placement = Literal["host", "storage"]
+Placement = Literal["device", "host", "storage"]
+"""A tier. What lives on a device has its place in host memory too, where updates change it."""
 
-MAX_BUFFERS = 12
-"""Record buffers of the window: enough for full queues both ways, more only lengthens ramps."""
-CACHING_BUFFERS = 6
-"""Record buffers where memory beyond them is a cache of records."""
+WRITTEN_AT_ONCE = 6
+"""Records that a commit has on their way to storage where updates have none."""
 UNBOUNDED_BYTES = 1 << 62
 """The budget of a run that is all in memory."""
 WORKSPACE_SHARE = 12
@@ -39,6 +40,9 @@ class HostPlan:
     parameter_buffer_bytes: int
     """Of one record's parameters where these live on storage."""
     num_buffers: int
+    """Records in the window whose state was not in memory."""
+    num_places: int
+    """Records in the window at one time. Each has a buffer for its parameters and gradients."""
     num_cached: int
     """Records whose state stays in memory between steps."""
     smallest_bytes: int
@@ -51,7 +55,18 @@ class HostPlan:
     @property
     def buffer_bytes(self) -> int:
         """Of what of one record is on storage: state, parameters, gradients."""
-        return self.state_buffer_bytes + self.parameter_buffer_bytes + self.gradients.buffer_bytes
+        return self.state_buffer_bytes + self.beside_buffer_bytes
+
+    @property
+    def beside_buffer_bytes(self) -> int:
+        """Of what of one record is on storage beside its state."""
+        return self.parameter_buffer_bytes + self.gradients.buffer_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Of all records that are read, updated and written at one time."""
+        beside = self.beside_buffer_bytes * self.num_places
+        return self.state_buffer_bytes * self.num_buffers + beside
 
     @property
     def workspace_bytes(self) -> int:
@@ -66,7 +81,7 @@ class HostPlan:
     @property
     def num_written_at_once(self) -> int:
         """The most records that are on their way to storage, by updates and by commits."""
-        return self.num_buffers or CACHING_BUFFERS
+        return self.num_places or WRITTEN_AT_ONCE
 
     @property
     def planned_bytes(self) -> int:
@@ -75,7 +90,7 @@ class HostPlan:
             + self.resident_parameter_bytes
             + self.resident_state_bytes
             + self.slot_bytes * self.num_slots
-            + self.buffer_bytes * self.num_buffers
+            + self.window_bytes
             + self.state_buffer_bytes * self.num_cached
             + self.activation_bytes
         )
@@ -93,8 +108,13 @@ class HostPlan:
         taken = self.activation_bytes
         return f", {format_size(taken)} for activations" if taken else ""
 
-    def require_fit(self) -> None:
-        """Raises PlanError if the budget is below the smallest."""
+    def require_fit(self, *, beside_bytes: int = 0, is_part: bool = False) -> None:
+        """Raises PlanError if the budget is below the smallest.
+
+        Args:
+            beside_bytes: Of the tier, that other models have.
+            is_part: Whether the user gave the model a part of it.
+        """
         if not self.fits:
             raise PlanError(
                 f"the model does not fit `tiers.host.memory`: expected at least "
@@ -102,8 +122,10 @@ class HostPlan:
                 f"{format_size(self.gradients.fixed_bytes)} of gradients, "
                 f"{format_size(self.resident_parameter_bytes + self.resident_state_bytes)} "
                 f"resident, slots and window{self._for_activations()}), found "
-                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); raise "
-                f'`tiers.host.memory` to "{-(-self.smallest_bytes // (1 << 20))}MiB"'
+                f"{self.budget_bytes} bytes ({format_size(self.budget_bytes)}); "
+                + how_to_fit(
+                    "host", self.smallest_bytes, beside_bytes=beside_bytes, is_part=is_part
+                )
             )
 
 
@@ -122,6 +144,7 @@ def plan_host(
     activations: ActivationPlan | None = None,
     spills_gradients: bool = False,
     tiled: frozenset[str] = frozenset(),
+    window_bytes: int = WINDOW_BYTES,
 ) -> HostPlan:
     """Returns how `budget_bytes` are cut for `layout`; `fits` says whether they suffice.
 
@@ -134,10 +157,11 @@ def plan_host(
         activations: What of them moves through host memory.
         spills_gradients: Whether gradients go to storage where the budget is too short for all.
         tiled: Names of units that no slot holds as a whole.
+        window_bytes: Of records that are read, updated and written at one time, at most.
     """
     moved = activations if activations is not None and is_training else ActivationPlan()
     kept = keep_gradients(layout, gradient_dtype) if is_training else GradientPlan()
-    on_host = parameters == "host"
+    on_host = parameters != "storage"
     resident_parameters = layout.parameter_bytes if on_host else 0
     slot_bytes = 0 if on_host else slot_bytes_of(layout, tiled)
     resident_state = layout.state_bytes if optimizer == "host" and is_training else 0
@@ -160,28 +184,32 @@ def plan_host(
         if budget_bytes < smallest_with(kept) and smallest_with(spilled) < smallest_with(kept):
             gradients = spilled
     buffer_bytes = state_buffer + parameter_buffer + gradients.buffer_bytes
-    min_buffers = 1 if buffer_bytes else 0
     free = max(budget_bytes - smallest_with(gradients), 0)
+    extra_slots = min(prefetch_distance, free // slot_bytes) if slot_bytes else 0
+    free += buffer_bytes - extra_slots * slot_bytes
 
-    extra_slots = 0
-    if slot_bytes:
-        extra_slots = min(prefetch_distance, free // slot_bytes)
-    free -= extra_slots * slot_bytes
-    most = CACHING_BUFFERS if keeps_records and state_buffer else MAX_BUFFERS
-    extra_buffers = min(most - min_buffers, free // buffer_bytes) if buffer_bytes else 0
-    free -= extra_buffers * buffer_bytes
+    beside_bytes = buffer_bytes - state_buffer
+    sizes = {
+        "state_bytes": state_buffer,
+        "beside_bytes": beside_bytes,
+        "num_records": len(layout.records),
+    }
+    workspace = budget_bytes // WORKSPACE_SHARE
+    window = cut_window(min(window_bytes, free), **sizes)
+    if keeps_records and state_buffer:
+        window = cut_window_beside_cache(window_bytes, free_bytes=free, **sizes)
+    left = free - window.num_bytes
     if gradients.spilled:
-        room = max(free - budget_bytes // WORKSPACE_SHARE, 0)
+        room = max(left - workspace, 0)
         gradients = spill_gradients(layout, gradient_dtype, room_bytes=room)
-        free -= gradients.resident_bytes
+        left -= gradients.resident_bytes
     cached = 0
     if keeps_records and state_buffer:
-        spare = max(free - budget_bytes // WORKSPACE_SHARE, 0)
-        cached = min(len(layout.records), spare // state_buffer)
+        cached = min(len(layout.records), max(left - workspace, 0) // state_buffer)
     if (
         slot_bytes and is_unified and budget_bytes < UNBOUNDED_BYTES
     ):  # what is left lets calls hold more units
-        left = max(free - state_buffer * cached - budget_bytes // WORKSPACE_SHARE, 0)
+        left = max(left - state_buffer * cached - workspace, 0)
         extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
     return HostPlan(
         budget_bytes=budget_bytes,
@@ -191,7 +219,8 @@ def plan_host(
         num_slots=min_slots + extra_slots,
         state_buffer_bytes=state_buffer,
         parameter_buffer_bytes=parameter_buffer,
-        num_buffers=min_buffers + extra_buffers,
+        num_buffers=window.num_buffers,
+        num_places=window.num_places,
         num_cached=cached,
         smallest_bytes=smallest,
         activation_bytes=moved.memory_bytes,

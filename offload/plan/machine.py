@@ -1,5 +1,6 @@
 """The rates of a machine, as measured; what bounds are computed from."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +24,17 @@ class PathRates:
             read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
             write_bytes_per_s=max(self.write_bytes_per_s, other.write_bytes_per_s),
             mixed_bytes_per_s=max(self.mixed_bytes_per_s, other.mixed_bytes_per_s),
+        )
+
+    def held_to(self, limit_bytes_per_s: int | None) -> "PathRates":
+        """Returns what it delivers where both directions together may be no more; None: as is."""
+        if limit_bytes_per_s is None:
+            return self
+        return PathRates(
+            path=self.path,
+            read_bytes_per_s=min(self.read_bytes_per_s, limit_bytes_per_s),
+            write_bytes_per_s=min(self.write_bytes_per_s, limit_bytes_per_s),
+            mixed_bytes_per_s=min(self.mixed_bytes_per_s, limit_bytes_per_s / 2),
         )
 
     def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
@@ -60,6 +72,11 @@ class Machine:
             num_parameters / self.update_parameters_per_s
             + (read_bytes + write_bytes) / self.copy_bytes_per_s
         )
+
+    def held_to(self, limits_bytes_per_s: Iterable[int | None]) -> "Machine":
+        """Returns a machine each of whose paths is held to its limit, if it has one."""
+        held = zip(self.paths, limits_bytes_per_s, strict=True)
+        return replace(self, paths=tuple(path.held_to(limit) for path, limit in held))
 
     def best_of(self, other: "Machine") -> "Machine":
         """Returns the higher of each rate of two measurements of the same machine.

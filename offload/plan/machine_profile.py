@@ -78,6 +78,21 @@ class PassProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunProfile:
+    """A micro-step of one model, as it took in a run."""
+
+    shape: str
+    """All that its time depends on, as text."""
+    threads: int
+    forward_s: float
+    backward_s: float
+    other_s: float
+    """Of a step: what is neither pass nor update."""
+    activation_bytes: float
+    measured_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
     """What was measured on this machine; each part may be missing."""
 
@@ -86,6 +101,7 @@ class MachineProfile:
     memory: tuple[MemoryProfile, ...] = ()
     """One for each number of threads."""
     passes: tuple[PassProfile, ...] = ()
+    runs: tuple[RunProfile, ...] = ()
 
     def find(self, directory: str | os.PathLike[str]) -> PathProfile | None:
         """Returns the profile of the path that `directory` lies on: the nearest one above it."""
@@ -113,6 +129,11 @@ class MachineProfile:
         found = (p for p in self.passes if (p.shape, p.threads) == (shape, threads))
         return next(found, None)
 
+    def find_run(self, shape: str, *, threads: int) -> RunProfile | None:
+        """Returns what runs showed of one model."""
+        found = (run for run in self.runs if (run.shape, run.threads) == (shape, threads))
+        return next(found, None)
+
     def with_paths(self, measured: Iterable[PathProfile]) -> "MachineProfile":
         """Returns a profile in which `measured` take the place of what was known of them."""
         return self.merged(MachineProfile(paths=tuple(measured)))
@@ -127,6 +148,7 @@ class MachineProfile:
             ),
             memory=_newest(self.memory + newer.memory, lambda each: each.threads),
             passes=_newest(self.passes + newer.passes, lambda each: (each.shape, each.threads)),
+            runs=_newest(self.runs + newer.runs, lambda each: (each.shape, each.threads)),
         )
 
     def to_toml(self) -> str:
@@ -148,6 +170,7 @@ _TABLES: dict[str, type[Any]] = {
     "kernels": KernelProfile,
     "memory": MemoryProfile,
     "passes": PassProfile,
+    "runs": RunProfile,
 }
 _Profile = TypeVar("_Profile")
 
@@ -231,7 +254,7 @@ def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
         if not isinstance(value, _type_of(name)):
             raise ValueError(f"`{name}` is {value!r}")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            may_be_nothing = kind is PassProfile
+            may_be_nothing = kind in (PassProfile, RunProfile)
             if value < 0 or (value == 0 and not may_be_nothing):
                 raise ValueError(f"`{name}` is {value!r}, which is not positive")
     return kind(**values)

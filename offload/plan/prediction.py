@@ -1,6 +1,6 @@
 """What a step of a planned run will take: a simulation under the run's own policy."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout
@@ -8,7 +8,7 @@ from offload.plan.bound import ComputeTimes, step_bound
 from offload.plan.gradients import spilled_sizes
 from offload.plan.host import HostPlan, Placement
 from offload.plan.machine import Machine
-from offload.plan.simulated_update import WindowSize
+from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, SimulatedStep, simulate
 from offload.plan.traffic import StepTraffic
 from offload.plan.wear import wear
@@ -51,6 +51,7 @@ def predict_step(
     passes: Sequence[PassTimes],
     other_s: float = 0.0,
     tokens: int = 0,
+    handed_over: Collection[str] = (),
 ) -> Prediction:
     """Returns the times of a step in steady state.
 
@@ -63,6 +64,7 @@ def predict_step(
         passes: Of each unit in one micro-step.
         other_s: Of a step, what is neither pass nor update.
         tokens: Of a step.
+        handed_over: Names of the subgroups whose updates find their unit's slot.
     """
     micro_steps = len(traffic.micro_steps)
     work = work_of(
@@ -73,6 +75,7 @@ def predict_step(
         micro_steps=micro_steps,
         other_s=other_s,
         spilled=spilled_sizes(layout, host.gradients) if host else None,
+        handed_over=handed_over,
     )
     step = simulate(work, SimulatedMachine(rates=machine), _policy(layout, host, choices))
     bound_s = None
@@ -102,10 +105,7 @@ def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> Sim
     return SimulatedPolicy(
         order=resolve_order(choices.order),
         striping=resolve_striping(choices.striping),
-        window=WindowSize(
-            num_buffers=max(host.num_buffers, 1) if host else 1,
-            num_cached=host.num_cached if host else 0,
-        ),
+        window=window_of(host) if host else WindowSize(num_buffers=1),
         overlap=resolve_overlap(choices.overlap),
         updates_in_backward=choices.overlap in ("backward", "both"),
         num_slots=(host.num_slots if host else 0) or len(layout.units),

@@ -1,16 +1,17 @@
 """The plan of a run: whether it fits, bytes per tier, and what a step will move."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.errors import PlanError
 from offload.layout import ModelLayout
-from offload.plan.alternatives import Alternative, fastest
+from offload.plan.alternatives import Adoption, Alternative, fastest
 from offload.plan.device import DevicePlan
 from offload.plan.explanation import Choice, Saving, Uncovered, explain, not_covered
 from offload.plan.gradients import keep_gradients
 from offload.plan.host import HostPlan
+from offload.plan.link import LinkTraffic
 from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
@@ -18,6 +19,7 @@ from offload.plan.prediction import Choices, Prediction
 from offload.plan.storage import StoragePlan
 from offload.plan.tiles import Pieces, slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
+from offload.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class RunPlan:
     device: DevicePlan | None = None
     """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
+    link: LinkTraffic | None = None
+    """None on the unified `cpu` device."""
     policy: dict[str, str]
     endurance_bytes: int | None = None
     """What each drive may be written in its life, where that is given."""
@@ -51,6 +55,8 @@ class RunPlan:
     """Most units that one call needs at once."""
     tiled: frozenset[str] = frozenset()
     """Units of one weight each that no slot holds: they are computed in pieces."""
+    handed_over: frozenset[str] = frozenset()
+    """Subgroups that go from their update into the slot in which the next forward uses them."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"
@@ -62,6 +68,8 @@ class RunPlan:
     """The rates that it was predicted with."""
     alternatives: tuple[Alternative, ...] = ()
     """Policies that were compared, the run's own first; none where times are not predicted."""
+    adoption: Adoption | None = None
+    """What was chosen for keys of `policy` that were `"auto"`; None where none was."""
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
 
@@ -79,9 +87,24 @@ class RunPlan:
         return not self.reasons
 
     def require_fit(self) -> None:
-        """Raises PlanError with every reason if the run does not fit."""
-        if not self.fits:
-            raise PlanError("; ".join(self.reasons))
+        """Raises PlanError with every reason, and what would help, if the run does not fit."""
+        if self.fits:
+            return
+        savings = [
+            f"`{each.change}` needs {format_size(each.smallest_host_bytes)}, as {each.why}"
+            for each in self.savings
+        ]
+        note = self._give_up_note()
+        raise PlanError("; ".join([*self.reasons, *savings, *([note] if note else [])]))
+
+    def _give_up_note(self) -> str | None:
+        """Says so where the host budget is too small and no other choice would need less."""
+        if self.host is None or self.host.fits or self.savings:
+            return None
+        return (
+            "no other choice of `policy` or `train.gradient_dtype` needs less of "
+            "`tiers.host.memory`: only more of it, or a smaller model, helps"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`; what does not apply or is not known is None."""
@@ -111,9 +134,11 @@ class RunPlan:
                 },
             },
             "give_up": [asdict(saving) for saving in self.savings],
+            "give_up_note": self._give_up_note(),
             "policy": self.policy,
             "activations": self.activations,
             "alternatives": [each.to_json() for each in self.alternatives],
+            "adopted": self.adoption.to_json() if self.adoption else None,
             "suggested": self._suggestion(),
             "choices": [asdict(choice) for choice in self._explained()],
             "co_resident": self._co_resident(),
@@ -124,6 +149,7 @@ class RunPlan:
             "parameters": self.layout.num_parameters,
             "state_bytes": ModelBytes.of(self.layout).state_bytes,
             "predicted": self._predicted(),
+            "link": self.link.to_json() if self.link else None,
             "commits": self._commits(),
             "machine": self._machine(),
         }
@@ -192,7 +218,13 @@ class RunPlan:
     def _explained(self) -> Sequence[Choice]:
         if self.choices is None:
             return ()
-        return tuple(explain(self.layout, self.host, self.traffic, self.choices))
+        chosen = explain(self.layout, self.host, self.traffic, self.choices)
+        return (*self._adopted(), *chosen)
+
+    def _adopted(self) -> Iterator[Choice]:
+        if self.adoption is not None:
+            values = ", ".join(f"{key} {value}" for key, value in self.adoption.values.items())
+            yield Choice(choice="policy", value=values, why=self.adoption.why)
 
     def _co_resident(self) -> dict[str, int]:
         """The largest set of units that one call needs at once."""

@@ -19,6 +19,15 @@ class Use:
     is_backward: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """A unit on its way."""
+
+    allowed: Ticket
+    """Done when the update of its parameters is."""
+    done: Ticket
+
+
 def uses_of(work: StepWork) -> list[Use]:
     """Returns the uses of a step's units in order."""
     units = range(len(work.units))
@@ -83,16 +92,26 @@ class SimulatedPasses:
         self._compute = compute
         self._link = link
         self._keys: list[list[str]] = [[] for _ in work.units]
+        # Of a forward under which updates run: what comes from them is not read.
+        self._read_keys: list[list[str]] = [[] for _ in work.units]
+        self._is_handed_over = [False for _ in work.units]
         for index, record in enumerate(work.records):
             for piece in record.pieces:
                 if piece.num_bytes:
                     self._keys[piece.unit].append(piece_key(index, piece))
+                if piece.is_handed_over:
+                    self._is_handed_over[piece.unit] = True
+                elif piece.num_bytes:
+                    self._read_keys[piece.unit].append(piece_key(index, piece))
         self._last_of: dict[int, list[int]] = {}
         for index, record in enumerate(work.records):
             # Backward goes from the last unit to the first: that one completes a record.
             first_unit = min(piece.unit for piece in record.pieces)
             self._last_of.setdefault(first_unit, []).append(index)
         self.io_wait_s = 0.0
+        """For storage, and for updates that run under the passes."""
+        self.update_wait_s = 0.0
+        """Contained in it: for those updates."""
 
     def place(self) -> None:
         """Says where parameters lie that no update writes."""
@@ -101,6 +120,7 @@ class SimulatedPasses:
                 key = f"frozen/{number}"
                 self._store.place(key, unit.frozen_bytes)
                 self._keys[number].append(key)
+                self._read_keys[number].append(key)
 
     def records_completed_by(self, unit: int) -> Sequence[int]:
         """Returns the records whose gradients are complete after the backward of `unit`."""
@@ -111,7 +131,7 @@ class SimulatedPasses:
         uses: Sequence[Use],
         *,
         first: int,
-        fetched: dict[int, Ticket],
+        fetched: dict[int, Fetch],
         may_fetch: Callable[[Use], Ticket],
         on_backward: Callable[[Use, Ticket], None],
     ) -> Process:
@@ -132,11 +152,14 @@ class SimulatedPasses:
             if (use.micro_step, use.is_backward) != kind:
                 return
             self._fetch(position, uses, fetched, may_fetch, Urgency.NEEDED)
-            ahead = min(self._distance, self._num_slots - 1)
-            for later in range(position + 1, min(position + 1 + ahead, len(uses))):
+            for later in range(position + 1, min(position + self._num_slots, len(uses))):
+                if later > position + self._distance and not self._comes_from_update(uses[later]):
+                    break
                 self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
-            asked_s = self._clock.now_s
-            yield fetched.pop(position)
+            fetch, asked_s = fetched.pop(position), self._clock.now_s
+            yield fetch.allowed
+            self.update_wait_s += self._clock.now_s - asked_s
+            yield fetch.done
             self.io_wait_s += self._clock.now_s - asked_s
             unit = self._work.units[use.unit]
             yield self._compute.serve(unit.backward_s if use.is_backward else unit.forward_s)
@@ -154,19 +177,26 @@ class SimulatedPasses:
         has_spilled = bool(self._work.records[index].spilled_bytes)
         return self._store.read(spill_key(index)) if has_spilled else []
 
+    def _comes_from_update(self, use: Use) -> bool:
+        is_under_update = use.micro_step == 0 and not use.is_backward
+        return is_under_update and self._is_handed_over[use.unit]
+
     def _fetch(
         self,
         position: int,
         uses: Sequence[Use],
-        fetched: dict[int, Ticket],
+        fetched: dict[int, Fetch],
         may_fetch: Callable[[Use], Ticket],
         urgency: Urgency,
     ) -> None:
         if position not in fetched:
             use = uses[position]
-            fetched[position] = self._clock.spawn(self._bring(use, may_fetch(use), urgency))
+            allowed = may_fetch(use)
+            done = self._clock.spawn(self._bring(use, allowed, urgency))
+            fetched[position] = Fetch(allowed=allowed, done=done)
 
     def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
         yield allowed
-        yield [t for key in self._keys[use.unit] for t in self._store.read(key, urgency)]
+        keys = self._read_keys if self._comes_from_update(use) else self._keys
+        yield [t for key in keys[use.unit] for t in self._store.read(key, urgency)]
         yield self._link.up(self._work.units[use.unit].link_bytes)

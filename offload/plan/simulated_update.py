@@ -1,11 +1,13 @@
 """The update phase in simulated time: the window, the cache and the order of the engine."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket, all_of, any_of
+from offload.plan.host import HostPlan
+from offload.plan.reading_order import ReadingOrder
 from offload.plan.simulated_store import SimulatedStore
+from offload.plan.window import is_left_for_reads
 from offload.plan.work import Piece, RecordWork, StepWork
 from offload.policy import Order
 
@@ -15,10 +17,22 @@ class WindowSize:
     """Places for records in host memory."""
 
     num_buffers: int
+    """Records whose state was not in memory."""
+    num_places: int | None = None
+    """Records in the window at one time; None: as many as there are buffers and cached ones."""
     num_cached: int = 0
     """Records whose state stays from one step to the next."""
     max_in_flight: int | None = None
     """Records read, and written, at one time; None: as many as there are buffers."""
+
+
+def window_of(host: HostPlan) -> WindowSize:
+    """Returns the window that is planned for a model."""
+    return WindowSize(
+        num_buffers=max(host.num_buffers, 1),
+        num_places=max(host.num_places, 1),
+        num_cached=host.num_cached,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,7 +41,7 @@ class _InFlight:
     is_hit: bool
     """Its state was in memory."""
     holds_state: bool
-    holds_parameters: bool
+    holds_place: bool
     moved: Ticket = field(default_factory=Ticket)
     """Done when its bytes are there, and anew when they are written."""
 
@@ -69,7 +83,8 @@ class SimulatedUpdate:
         self._kernel_s = kernel_s
         self._cached: set[int] = set()
         self._free_states = window.num_buffers + window.num_cached
-        self._free_parameters = window.num_buffers
+        self._num_places = window.num_places or window.num_buffers + window.num_cached
+        self._free_places = self._num_places
         self._num_reading = 0
         self._num_writing = 0
         self.io_wait_s = 0.0
@@ -101,12 +116,13 @@ class SimulatedUpdate:
         """
         count = len(self._records)
         kept = self._order.kept(count, self._window.num_cached, step)
-        waiting = deque(self._order.sequence(count, step) if sequence is None else sequence)
+        is_free = sequence is None and self._window.max_in_flight is None
+        waiting = ReadingOrder(self._order.sequence(count, step) if sequence is None else sequence)
         reading: list[_InFlight] = []
         writing: list[_InFlight] = []
         while waiting or reading or writing:
             writing = [current for current in writing if not current.moved.is_done]
-            self._read_ahead(waiting, reading, ready)
+            self._read_ahead(waiting, reading, ready, is_free=is_free)
             current = self._next(reading, ready)
             if current is not None:
                 yield self._kernels.serve(self._pass_s(current))
@@ -146,41 +162,62 @@ class SimulatedUpdate:
     def _pass_s(self, current: _InFlight) -> float:
         record = self._records[current.index]
         moved = 0 if current.is_hit else 2 * record.state_bytes
-        moved += sum(piece.num_bytes * (1 + piece.is_read) for piece in record.pieces)
+        moved += sum(
+            piece.num_bytes * (1 + piece.is_read + piece.is_handed_over) for piece in record.pieces
+        )
         return self._kernel_s(record, moved + record.spilled_bytes)
 
     def _read_ahead(
-        self, waiting: deque[int], reading: list[_InFlight], ready: Callable[[int], Ticket]
+        self,
+        waiting: ReadingOrder[int],
+        reading: list[_InFlight],
+        ready: Callable[[int], Ticket],
+        *,
+        is_free: bool,
     ) -> None:
-        """Starts reading the next records while there is room for them."""
-        while waiting and not self._is_full(self._num_reading):
-            current = self._try_lease(waiting[0])
+        """Starts reading the next records while there is room for them.
+
+        Args:
+            is_free: Whether one that is in memory may wait: no pass or baseline sets the order.
+        """
+        while not self._is_full(self._num_reading):
+            index = self._next_read(waiting) if is_free else waiting.peek()
+            if index is None:
+                return
+            current = self._try_lease(index)
             if current is None:
                 return
-            if reading and not current.holds_state and not current.holds_parameters:
+            if reading and not current.holds_place:
                 return  # all is resident: there is nothing to read ahead
-            waiting.popleft()
+            waiting.take(index)
             reading.append(current)
             self._num_reading += 1
             current.moved = all_of(self._reads(current, ready))
             current.moved.on_done(self._on_read)
 
+    def _next_read(self, waiting: ReadingOrder[int]) -> int | None:
+        """Returns what is read next: what is in memory must not keep reads waiting."""
+        if is_left_for_reads(self._free_places, self._num_places):
+            return waiting.peek(besides=self._cached)
+        return waiting.peek()
+
     def _try_lease(self, index: int) -> _InFlight | None:
         record = self._records[index]
         is_hit = index in self._cached
         takes_state = bool(record.state_bytes) and not is_hit
-        if record.has_parameters and not self._free_parameters:
+        is_stored = bool(record.state_bytes) or record.has_parameters
+        if is_stored and not self._free_places:
             return None
         if takes_state and not self._free_states:
             return None
-        self._free_parameters -= record.has_parameters
+        self._free_places -= is_stored
         self._free_states -= takes_state
         self._cached.discard(index)
         return _InFlight(
             index=index,
             is_hit=is_hit,
             holds_state=takes_state or is_hit,
-            holds_parameters=record.has_parameters,
+            holds_place=is_stored,
         )
 
     def _reads(self, current: _InFlight, ready: Callable[[int], Ticket]) -> list[Ticket]:
@@ -220,7 +257,7 @@ class SimulatedUpdate:
     def _on_written(self, current: _InFlight) -> None:
         self._num_writing -= 1
         self._free_states += current.holds_state
-        self._free_parameters += current.holds_parameters
+        self._free_places += current.holds_place
 
 
 def piece_key(index: int, piece: Piece) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket
 from offload.plan.machine import Machine
-from offload.plan.simulated_passes import Link, SimulatedPasses, Use, uses_of
+from offload.plan.simulated_passes import Fetch, Link, SimulatedPasses, Use, uses_of
 from offload.plan.simulated_path import Direction, SimulatedPath
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.simulated_update import SimulatedUpdate, WindowSize
@@ -54,7 +54,7 @@ class SimulatedStep:
     forward_s: float
     backward_s: float
     update_s: float
-    """What of the update is exposed."""
+    """What of the update is exposed: waits of passes for it are here, and not in theirs."""
     other_s: float
     exposed_io_s: float
     """Time in which passes, and exposed updates, wait for storage."""
@@ -127,6 +127,8 @@ class _Simulation:
             for piece in record.pieces:
                 self._records_of[piece.unit].append(index)
         self._updated = [_happened() for _ in work.records]
+        self._slotted: list[Ticket] = []
+        """Of each unit, when it has a slot in the forward that the pending update runs under."""
         self._pending = _happened()
         """The update of the step before, where it runs under the next forward."""
         self._marks: list[_Marks] = []
@@ -146,7 +148,7 @@ class _Simulation:
         clock, policy, uses = self._clock, self._policy, self._uses
         marks = _Marks(begin_s=clock.now_s)
         before = self._counters()
-        fetched: dict[int, Ticket] = {}
+        fetched: dict[int, Fetch] = {}
         complete = [Ticket() for _ in self._work.records]
         stepped = Ticket()
         spills: list[Ticket] = []
@@ -154,6 +156,7 @@ class _Simulation:
         position = 0
         while position < len(uses):
             use, began_s = uses[position], clock.now_s
+            before_s = self._passes.update_wait_s
             is_last = use.micro_step == self._work.micro_steps - 1
             overlaps = policy.overlap is not None or policy.updates_in_backward
             if is_last and use.is_backward and overlaps:
@@ -167,10 +170,11 @@ class _Simulation:
             )
             yield spills  # a record's gradients have left memory when the pass ends
             spills.clear()
+            pass_s = clock.now_s - began_s - (self._passes.update_wait_s - before_s)
             if use.is_backward:
-                marks.backward_s += clock.now_s - began_s
+                marks.backward_s += pass_s
             else:
-                marks.forward_s += clock.now_s - began_s
+                marks.forward_s += pass_s
             position += len(self._work.units)
         began_s = clock.now_s
         yield self._cores.serve(self._work.other_s)
@@ -203,6 +207,7 @@ class _Simulation:
         """
         policy = self._policy
         updated = [Ticket() for _ in self._work.records]
+        slotted = [Ticket() for _ in self._work.units]
         ready: Sequence[Ticket] = complete
         sequence: Sequence[int] | None = None
         if not policy.updates_in_backward:
@@ -219,9 +224,16 @@ class _Simulation:
                 for unit in reversed(range(len(self._work.units)))
                 for index in self._passes.records_completed_by(unit)
             ]
-            sequence = sorted(arriving, key=lambda index: index in kept)
+            # These then come in the order of the next forward.
+            sequence = [index for index in arriving if index not in kept] + sorted(kept)
         if policy.overlap is not None:
-            self._updated = updated
+            self._updated, self._slotted = updated, slotted
+            ready = [
+                self._clock.spawn(_wait([gate, *self._slots_of(record, slotted)]))
+                if gate is stepped
+                else gate
+                for gate, record in zip(ready, self._work.records, strict=True)
+            ]
         before = self._pending
 
         def process() -> Process:
@@ -236,10 +248,18 @@ class _Simulation:
         return self._clock.spawn(process())
 
     def _may_fetch(self, use: Use) -> Ticket:
-        """A unit's parameters are there when every record of it is updated."""
+        """A unit's parameters are there when every record of it is updated.
+
+        Who asks has a slot for it, which the updates wait for.
+        """
         if self._policy.overlap is None or use.micro_step or use.is_backward:
             return _happened()
+        if self._slotted and not self._slotted[use.unit].is_done:
+            self._slotted[use.unit].complete()
         return self._clock.spawn(_wait([self._updated[i] for i in self._records_of[use.unit]]))
+
+    def _slots_of(self, record: RecordWork, slotted: Sequence[Ticket]) -> list[Ticket]:
+        return [slotted[piece.unit] for piece in record.pieces if piece.is_handed_over]
 
     def _on_backward(
         self, use: Use, down: Ticket, complete: Sequence[Ticket], spills: list[Ticket]

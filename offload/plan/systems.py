@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from offload.config.scenario import ScenarioMachine, ScenarioRun
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.layout.model import RECORD_ELEMENTS
-from offload.plan.host import CACHING_BUFFERS, MAX_BUFFERS, HostPlan, Placement, plan_host
-from offload.plan.simulated_update import WindowSize
+from offload.plan.handover import handed_over, records_under_forward
+from offload.plan.host import HostPlan, Placement, plan_host
+from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedPolicy
+from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
 from offload.plan.work import PassTimes, StepWork, work_of
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
 from offload.sizes import MIB, round_up
@@ -59,6 +61,8 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
     choices = run.policy
     layout = _layout(run, codec=choices.codec, record_elements=_engine_record_elements(run))
     parameters: Placement = "storage" if choices.parameters == "storage" else "host"
+    host = _host_plan(run, layout, parameters)
+    records = records_under_forward(layout, choices.order, choices.overlap, host.num_cached)
     work = work_of(
         layout,
         parameters=parameters,
@@ -66,17 +70,17 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
         passes=_passes(layout, run, machine),
         micro_steps=run.micro_steps,
         copies_to_device=machine.gpus > 0 and machine.link_bytes_per_s is not None,
+        handed_over=handed_over(layout, host.num_slots, records=records),
     )
     if choices.parameters == "device":
         work = replace(work, units=tuple(replace(unit, link_bytes=0) for unit in work.units))
-    host = _host_plan(run, layout, parameters)
     record_bytes = max(record.state_bytes for record in work.records)
 
     def make_policy() -> SimulatedPolicy:
         return SimulatedPolicy(
             order=resolve_order(choices.order),
             striping=resolve_striping(choices.striping),
-            window=WindowSize(num_buffers=max(host.num_buffers, 1), num_cached=host.num_cached),
+            window=window_of(host),
             overlap=resolve_overlap("forward") if choices.overlap in ("forward", "both") else None,
             updates_in_backward=choices.overlap in ("backward", "both"),
             num_slots=host.num_slots or len(layout.units),
@@ -191,6 +195,7 @@ def _host_plan(run: ScenarioRun, layout: ModelLayout, parameters: Placement) -> 
             optimizer="storage",
             prefetch_distance=run.policy.prefetch,
             keeps_records=bool(resolve_order(_order_of(run)).kept(1, 1, step=1)),
+            window_bytes=_window_bytes(layout),
         )
         plan = replace(
             plan,
@@ -209,15 +214,31 @@ def _host_plan(run: ScenarioRun, layout: ModelLayout, parameters: Placement) -> 
         prefetch_distance=run.policy.prefetch,
     )
     num_cached = _given_cache(run, free.state_buffer_bytes, len(layout.records))
+    sizes = {
+        "state_bytes": free.state_buffer_bytes,
+        "beside_bytes": free.beside_buffer_bytes,
+        "num_records": len(layout.records),
+    }
+    window_bytes = _window_bytes(layout)
+    if num_cached:
+        window = cut_window_beside_cache(window_bytes, free_bytes=4 * window_bytes, **sizes)
+    else:
+        window = cut_window(window_bytes, **sizes)
     plan = replace(
         free,
         num_cached=num_cached,
-        num_buffers=CACHING_BUFFERS if num_cached else MAX_BUFFERS,
+        num_buffers=window.num_buffers,
+        num_places=window.num_places,
         num_slots=free.num_slots + run.policy.prefetch if free.slot_bytes else 0,
         resident_parameter_bytes=free.resident_parameter_bytes - resident,
         smallest_bytes=free.smallest_bytes - resident,
     )
     return replace(plan, budget_bytes=plan.planned_bytes)
+
+
+def _window_bytes(layout: ModelLayout) -> int:
+    """Returns a window of as many records as that of a model with records of the usual size."""
+    return WINDOW_BYTES * max(layout.record_elements, RECORD_ELEMENTS) // RECORD_ELEMENTS
 
 
 def _given_cache(run: ScenarioRun, record_bytes: int, num_records: int) -> int:

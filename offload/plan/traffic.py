@@ -125,8 +125,8 @@ def step_traffic(
         optimizer: Where the optimizer state lives.
         micro_steps: Forward and backward passes in the step.
         cached_state_bytes: H: whole records found in memory when their turn comes.
-        kept_forward_bytes: Parameter bytes still in a slot when each micro-step's forward asks
-            for them; 0 for micro-steps that are not given.
+        kept_forward_bytes: Parameter bytes in a slot when each micro-step's forward asks for them,
+            since they stayed or came there from their update; 0 for micro-steps that are not given.
         kept_backward_bytes: The same for each backward.
         spilled_gradient_bytes: Gradients that are written in each micro-step, and read back by the
             next one and by the update.

@@ -1,6 +1,6 @@
 """What a step of a model consists of, as far as time is concerned: the input of a simulation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout, Record, section_kinds
@@ -30,6 +30,8 @@ class Piece:
     """On storage; 0 where parameters are resident."""
     is_read: bool
     """Whether the update needs the old values."""
+    is_handed_over: bool = False
+    """Whether an update under a forward finds the unit's slot: it is not read then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,33 @@ class PassTimes:
     backward_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPasses:
+    """What a micro-step of a model takes."""
+
+    units: tuple[PassTimes, ...]
+    other_s: float
+    """Of a step: what is neither pass nor update."""
+    activation_bytes: int | None = None
+    """Most at one time; None where that is not known."""
+
+    def scaled(self, *, forward_s: float, backward_s: float) -> tuple[PassTimes, ...]:
+        """Returns units that take so long together, each its share of it."""
+        forward = sum(unit.forward_s for unit in self.units)
+        backward = sum(unit.backward_s for unit in self.units)
+        return tuple(
+            PassTimes(
+                forward_s=forward_s * _share(unit.forward_s, forward, len(self.units)),
+                backward_s=backward_s * _share(unit.backward_s, backward, len(self.units)),
+            )
+            for unit in self.units
+        )
+
+
+def _share(part: float, whole: float, num_parts: int) -> float:
+    return part / whole if whole else 1 / num_parts
+
+
 def work_of(
     layout: ModelLayout,
     *,
@@ -78,6 +107,7 @@ def work_of(
     other_s: float = 0.0,
     copies_to_device: bool = False,
     spilled: Mapping[str, int] | None = None,
+    handed_over: Collection[str] = (),
 ) -> StepWork:
     """Returns what the engine does in a step of the model of `layout`.
 
@@ -90,6 +120,7 @@ def work_of(
         other_s: Time of what is neither pass nor update.
         copies_to_device: Whether parameters go over a link before each use.
         spilled: Bytes of the gradients of each subgroup that is spilled, by name.
+        handed_over: Names of the subgroups whose updates find their unit's slot.
     """
     on_storage = parameters == "storage"
     units = tuple(
@@ -110,7 +141,9 @@ def work_of(
     return StepWork(
         units=units,
         records=tuple(
-            _record_work(layout, record, number_of, on_storage, optimizer, spilled or {})
+            _record_work(
+                layout, record, number_of, on_storage, optimizer, spilled or {}, handed_over
+            )
             for record in layout.records
         ),
         micro_steps=micro_steps,
@@ -125,6 +158,7 @@ def _record_work(
     on_storage: bool,
     optimizer: Placement,
     spilled: Mapping[str, int],
+    handed_over: Collection[str],
 ) -> RecordWork:
     state_bytes = record.padded_bytes if optimizer == "storage" else 0
     pieces = []
@@ -139,6 +173,7 @@ def _record_work(
                 unit=number_of[subgroup.shard],
                 num_bytes=num_bytes,
                 is_read=not has_master,
+                is_handed_over=on_storage and subgroup.name in handed_over,
             )
         )
     return RecordWork(

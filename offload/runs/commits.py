@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload.errors import CorruptStateError
+from offload.layout import ModelLayout
 from offload.storage.opening import find_store
 
 
@@ -26,6 +27,16 @@ def committed_step(stores: Sequence[Path]) -> int | None:
     metadata = find_store(stores).manifest.head.get("metadata")
     step = metadata.get("step") if isinstance(metadata, Mapping) else None
     return step if isinstance(step, int) else None
+
+
+def stored_layout(stores: Sequence[Path]) -> ModelLayout | None:
+    """Returns how the model in a store is laid out; None if it is no model's.
+
+    Raises:
+        CorruptStateError: There are manifests and none is complete.
+    """
+    layout = find_store(stores).manifest.head.get("layout")
+    return ModelLayout.from_json(layout) if isinstance(layout, dict) else None
 
 
 def restore(metadata: Mapping[str, Any] | None) -> int:

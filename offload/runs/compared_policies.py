@@ -33,7 +33,7 @@ def compare_policies(
         step_s: Predicts another one.
     """
     keys = OpenChoices.__dataclass_fields__
-    own = OpenChoices(**config.policy.model_dump(include=set(keys)))
+    own = OpenChoices(**{key: getattr(config.policy, key) for key in keys})
     found = [Alternative(choices=own, step_s=now_s)]
     for others in (other_placements, other_updates, other_distances):
         best = fastest(found[0], found[1:])
@@ -46,5 +46,5 @@ def compare_policies(
 
 def with_choices(config: Config, choices: OpenChoices) -> Config:
     """Returns the run under other choices."""
-    policy = config.policy.model_copy(update=asdict(choices))
+    policy = config.policy.with_values(**asdict(choices))
     return config.model_copy(update={"policy": policy})

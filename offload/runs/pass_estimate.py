@@ -8,13 +8,12 @@ probe is a measurement.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from offload.config import Config
-from offload.plan.work import PassTimes
+from offload.plan.work import ModelPasses, PassTimes
 from offload.runs.model import build_meta_model
 from offload.runs.operation_count import PassCount, count_passes
 
@@ -25,17 +24,9 @@ _MOST_FEATURES = 4096
 """Of the matrix that is multiplied: larger ones reach no other rate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassEstimate:
-    """A micro-step by unit, and what of a step is neither pass nor update."""
-
-    units: tuple[PassTimes, ...]
-    other_s: float
-
-
 def estimate_passes(
     config: Config, units: Sequence[str], *, gradient_bytes: int, copy_bytes_per_s: float
-) -> PassEstimate:
+) -> ModelPasses:
     """Returns how long a micro-step takes on the CPU.
 
     Args:
@@ -57,7 +48,7 @@ def estimate_passes(
         _by_unit(count, units, rate, copy_bytes_per_s)
         for count, rate in zip((forward, backward), rates, strict=True)
     )
-    return PassEstimate(
+    return ModelPasses(
         units=tuple(
             PassTimes(forward_s=f, backward_s=b) for f, b in zip(forwards, backwards, strict=True)
         ),

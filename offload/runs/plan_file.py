@@ -56,8 +56,10 @@ def planned_config(config: Config, plan: RunPlan) -> Config:
         sizes["tiers.device.memory"] = plan.device.budget_bytes or plan.device.planned_bytes
     if plan.host is not None:
         sizes["tiers.host.memory"] = plan.host.budget_bytes
-    if plan.suggested is not None:
-        config = with_choices(config, plan.suggested.choices)
+    config = config.settled()
+    best = plan.suggested or (plan.adoption.chosen if plan.adoption else None)
+    if best is not None:
+        config = with_choices(config, best.choices)
     return build_config(config.to_dict(), overrides=sizes)
 
 

@@ -2,70 +2,41 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
-from offload._native.optim import copy_rate_bytes_per_s
 from offload.config import Config
 from offload.devices.opening import require_device
 from offload.errors import ConfigError
-from offload.memory import trim_heap
-from offload.optim.kernels import load_kernels
-from offload.plan.gradients import keep_gradients
-from offload.plan.machine import Machine, PathRates
+from offload.layout import ModelLayout
+from offload.plan.alternatives import Adoption, Alternative
 from offload.plan.machine_profile import (
-    KernelProfile,
     MachineProfile,
-    MemoryProfile,
-    PassProfile,
     default_file,
     read_profile,
 )
-from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
-from offload.plan.tiles import slot_bytes_of
-from offload.plan.work import PassTimes
-from offload.runs.compared_policies import compare_policies
-from offload.runs.data import open_text
+from offload.runs.compared_policies import compare_policies, with_choices
+from offload.runs.measurement import Measurement, OnMeasure
 from offload.runs.model import build_meta_model
-from offload.runs.pass_estimate import PassEstimate, estimate_passes
-from offload.runs.pass_probe import pass_shape, probe_passes
-from offload.runs.planning import (
-    BLOCK_BYTES,
-    choices_of,
-    existing_directories,
-    plan_run,
-    tokens_per_step,
-)
-from offload.runs.probe import ProbeSize, probe_path, probe_update
+from offload.runs.planned_storage import existing_directories
+from offload.runs.planning import plan_run
 from offload.runs.profile_file import add_to_profile
-from offload.runs.rss import current_rss_bytes
-from offload.runs.warm_up import warm_up
-from offload.storage.engine import Engine
-from offload.storage.measured import measured_settings
-from offload.streaming.activation_store import STORAGES_UNDER_WAY
-
-_PATIENCE = 2.5
-"""A plan has no steps that would correct what a short probe got wrong."""
-
-OnMeasure = Callable[[str], None]
-"""Told what is about to be measured."""
 
 
 def plan_and_predict(
     config: Config,
     *,
     stores: Sequence[Path] = (),
+    stored: ModelLayout | None = None,
     machine_file: Path | None = None,
     open_keys: Collection[str] = (),
     on_measure: OnMeasure = lambda _: None,
 ) -> RunPlan:
     """Returns the plan of a run with what a step will take. Leaves nothing on the paths.
 
-    It is the plan of the run as it would be trained. What another choice of the keys that the user
-    left open would take is in `alternatives`, and the one worth it in `suggested`.
+    It is the plan of the run as it would be trained: what is `"auto"` is chosen here. What another
+    choice of the keys that the user left open would take is in `alternatives`, and the one worth it
+    in `suggested`.
 
     What the profile lacks is measured now; what was measured of memory, kernels and passes is added
     to a profile that exists.
@@ -73,15 +44,17 @@ def plan_and_predict(
     Args:
         config: Of the run.
         stores: Where the store goes on each path; none: below the current directory.
+        stored: The layout of the store that is gone on with.
         machine_file: The profile; None: the default one, which may be missing.
         open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
     """
+    auto, config = config.policy.auto, config.settled()
     profile = read_profile(machine_file)
     model = build_meta_model(config.model)
 
     def plan_of(config: Config) -> RunPlan:
-        return plan_run(config, stores=stores, profile=profile, model=model)
+        return plan_run(config, stores=stores, profile=profile, model=model, stored=stored)
 
     plan = plan_of(config)
     if not plan.fits:
@@ -91,253 +64,56 @@ def plan_and_predict(
     except ConfigError as error:  # memory and bytes are the run's, wherever it is planned
         missing = f"{error}; a plan of it needs no device, but its times are not predicted here"
         return replace(plan, warnings=(*plan.warnings, missing))
-    measure = _Measurement(config, plan, existing_directories(config, stores), profile, on_measure)
-    prediction = measure.predict()
+    measure = Measurement(config, plan, existing_directories(config, stores), profile, on_measure)
+    measure.take()
     file = machine_file or default_file()
     if file is not None and file.exists() and measure.found != MachineProfile():
         add_to_profile(file, measure.found)
-    plan = replace(
+    compared = _Compared(plan_of, measure, own=plan)
+    alternatives: tuple[Alternative, ...] = ()
+    adoption: Adoption | None = None
+    if config.offload and auto:
+        alternatives = compared.under(config, auto)
+        if alternatives:
+            adoption = Adoption.of(auto, alternatives)
+            config = with_choices(config, adoption.chosen.choices)
+        else:
+            measure.warnings.append(
+                "`auto` in `policy` is the default preset's value here: times are not predicted"
+            )
+    if config.offload:
+        others = compared.under(config, open_keys)
+        alternatives = (*others, *(each for each in alternatives if each not in others))
+    plan = plan_of(config)
+    return replace(
         plan,
         machine=measure.machine,
-        prediction=prediction,
+        prediction=measure.whole_prediction(config, plan),
         warnings=(*plan.warnings, *measure.warnings),
+        alternatives=alternatives,
+        adoption=adoption,
     )
-    if prediction.step is None or not config.offload:
-        return plan  # without times there is nothing to compare
-
-    def step_s(changed: Config) -> float | None:
-        other = plan_of(changed)
-        is_as_exact = other.fits and other.tiled <= plan.tiled
-        found = measure.prediction_of(changed, other).step if is_as_exact else None
-        return found.step_s if found else None
-
-    found = compare_policies(config, open_keys, now_s=prediction.step.step_s, step_s=step_s)
-    return replace(plan, alternatives=tuple(found))
 
 
-class _Measurement:
-    """What is known of a machine for one run, and what had to be measured for it."""
+class _Compared:
+    """Compares policies of one run by what was measured for it."""
 
     def __init__(
-        self,
-        config: Config,
-        plan: RunPlan,
-        directories: Sequence[Path],
-        profile: MachineProfile,
-        on_measure: OnMeasure,
+        self, plan_of: Callable[[Config], RunPlan], measure: Measurement, *, own: RunPlan
     ) -> None:
-        self._config = config
-        self._plan = plan
-        self._directories = directories
-        self._profile = profile
-        self._on_measure = on_measure
-        self._threads = torch.get_num_threads()
-        self.found = MachineProfile()
-        self.machine: Machine | None = None
-        self._measured_passes: PassProfile | None = None
-        self._estimate: PassEstimate | None = None
-        self.warnings: list[str] = []
+        self._plan_of = plan_of
+        self._measure = measure
+        self._own = own
 
-    def predict(self) -> Prediction:
-        """Returns what a step will take, as far as it can be known."""
-        plan = self._plan
-        baseline_bytes = self._baseline_bytes()
-        self._measured_passes = passes = self._passes()
-        self.machine = Machine(
-            paths=tuple(self._path(index) for index in range(len(self._directories)))
-            if plan.stores_anything
-            else (),
-            copy_bytes_per_s=self._copy_rate(),
-            update_parameters_per_s=self._update_rate(),
-        )
-        if passes is None:
-            # What a model of the user's saves for backward is not counted: no peak is given.
-            self._estimate = self._estimated(self.machine.copy_bytes_per_s)
-            return self.prediction_of(self._config, plan)
-        prediction = self.prediction_of(self._config, plan)
-        activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
-        return replace(
-            prediction,
-            rss_peak_bytes=baseline_bytes + round(activations) + self._held_bytes(),
-            activation_bytes=round(activations),
-        )
+    def under(self, config: Config, keys: Collection[str]) -> tuple[Alternative, ...]:
+        """Returns the policy of `config`, and those that differ in `keys`; none without times."""
+        now_s = self._step_s(config)
+        if now_s is None:
+            return ()
+        return tuple(compare_policies(config, keys, now_s=now_s, step_s=self._step_s))
 
-    def prediction_of(self, config: Config, plan: RunPlan) -> Prediction:
-        """Returns the times under another policy of the same run, with what was measured."""
-        passes, estimate, machine = self._measured_passes, self._estimate, self.machine
-        if machine is None or (passes is None and estimate is None):
-            return Prediction()
-        if passes is not None:
-            units = self._by_unit(passes)
-            other_s = passes.other_s + config.model.layers * passes.other_layer_s
-        elif estimate is not None:
-            units, other_s = list(estimate.units), estimate.other_s
-        return predict_step(
-            plan.layout,
-            plan.host,
-            plan.traffic,
-            choices_of(config),
-            machine=machine,
-            passes=units,
-            other_s=other_s,
-            tokens=tokens_per_step(config),
-        )
-
-    def _kept_layers(self) -> int:
-        """Returns of how many layers the activations that outlive their forward are in memory."""
-        config, layers = self._config, self._config.model.layers
-        if config.offload and moves_block_inputs(config):
-            return min(layers, 2 * STORAGES_UNDER_WAY)
-        return layers
-
-    def _baseline_bytes(self) -> int:
-        """Returns what the process holds before the run's own memory: imports, data, warm-up."""
-        config = self._config
-        text = open_text(
-            config.data.source,
-            files=config.data.files,
-            validation_fraction=config.data.validation_fraction,
-        )
-        warm_up(config)
-        rss_bytes = current_rss_bytes()
-        del text
-        return rss_bytes
-
-    def _held_bytes(self) -> int:
-        """Returns what the tiers hold in memory, and the gradients of one unit on their way."""
-        plan = self._plan
-        transient = slot_bytes_of(plan.layout, plan.tiled)
-        if plan.host is not None:
-            return plan.host.planned_bytes + transient
-        return plan.in_memory_bytes + transient
-
-    def _passes(self) -> PassProfile | None:
-        config = self._config
-        shape = pass_shape(config)
-        known = None
-        if shape is not None:
-            known = self._profile.find_passes(shape, threads=self._threads)
-        if known is not None or shape is None:
-            return known
-        self._on_measure("passes of a model of 1 and of 3 layers")
-        budget = config.tiers.host.memory or self._plan.in_memory_bytes
-        measured = probe_passes(config, most_bytes=max(budget, 1 << 30))
-        trim_heap()
-        if measured is not None:
-            self.found = self.found.merged(MachineProfile(passes=(measured,)))
-        return measured
-
-    def _estimated(self, copy_bytes_per_s: float) -> PassEstimate | None:
-        """Returns the passes of a model of the user's, or says why they are not known."""
-        config, plan = self._config, self._plan
-        if config.model.factory is None or config.tiers.device.kind != "cpu":
-            return None
-        self._on_measure("products of the model's largest layer")
-        try:
-            found = estimate_passes(
-                config,
-                [unit.name for unit in plan.layout.units],
-                gradient_bytes=keep_gradients(
-                    plan.layout, config.train.gradient_dtype
-                ).resident_bytes,
-                copy_bytes_per_s=copy_bytes_per_s,
-            )
-        except Exception as error:  # noqa: BLE001 - whatever the user's code raises without values
-            self.warnings.append(
-                f"times are not predicted: `{config.model.factory}` cannot run without values "
-                f"({type(error).__name__}: {error})"
-            )
-            return None
-        self.warnings.append(
-            "times of passes are estimated from the operations of the model, not measured; "
-            "what is saved for backward, and so the RSS peak, is not known"
-        )
-        return found
-
-    def _by_unit(self, passes: PassProfile) -> list[PassTimes]:
-        """Layers take their time each; what is left is the last unit's, where the loss is."""
-        elements = self._plan.element_units
-        times = [
-            PassTimes(forward_s=passes.forward_layer_s, backward_s=passes.backward_layer_s)
-            if is_element
-            else PassTimes(forward_s=0.0, backward_s=0.0)
-            for is_element in elements
-        ]
-        times[-1] = PassTimes(
-            forward_s=times[-1].forward_s + passes.forward_s,
-            backward_s=times[-1].backward_s + passes.backward_s,
-        )
-        return times
-
-    def _path(self, index: int) -> PathRates:
-        directory = self._directories[index]
-        known = self._profile.find(directory)
-        if known is not None:
-            return PathRates(
-                path=str(directory),
-                read_bytes_per_s=known.read_bytes_per_s,
-                write_bytes_per_s=known.write_bytes_per_s,
-                mixed_bytes_per_s=known.mixed_bytes_per_s,
-            )
-        self._on_measure(f"path {directory}")
-        settings = measured_settings(directory, profile=self._profile)
-        with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
-            return probe_path(directory, engine, self._size(), patience=_PATIENCE)
-
-    def _copy_rate(self) -> float:
-        known = self._profile.find_memory(threads=self._threads)
-        if known is not None:
-            return known.copy_bytes_per_s
-        self._on_measure("copies in memory")
-        rate = copy_rate_bytes_per_s()
-        measured = MemoryProfile(threads=self._threads, copy_bytes_per_s=rate, measured_at=_now())
-        self.found = self.found.merged(MachineProfile(memory=(measured,)))
-        return rate
-
-    def _update_rate(self) -> float:
-        optimizer, layout = self._config.optimizer, self._plan.layout
-        dtypes = [shard.dtype for shard in layout.shards.values() if shard.is_trainable]
-        dtype = max(dtypes, key=dtypes.count, default="bfloat16")
-        known = self._profile.find_kernel(
-            rule=optimizer.rule, codec=optimizer.codec, dtype=dtype, threads=self._threads
-        )
-        if known is not None:
-            return known.parameters_per_s
-        self._on_measure("the fused update in memory")
-        rate = probe_update(
-            load_kernels(),
-            codec=optimizer.codec,
-            dtype=dtype,
-            size=self._size(),
-            rule=optimizer.rule,
-        )
-        measured = KernelProfile(
-            rule=optimizer.rule,
-            codec=optimizer.codec,
-            dtype=dtype,
-            threads=self._threads,
-            parameters_per_s=rate,
-            measured_at=_now(),
-        )
-        self.found = self.found.merged(MachineProfile(kernels=(measured,)))
-        return rate
-
-    def _size(self) -> ProbeSize:
-        plan = self._plan
-        return ProbeSize.within(
-            host_bytes=plan.host.budget_bytes if plan.host else plan.in_memory_bytes,
-            storage_bytes=plan.storage.planned_bytes if plan.storage else 1 << 28,
-        )
-
-
-def moves_block_inputs(config: Config) -> bool:
-    """Returns whether all that is saved between the layers of a built-in model is moved away."""
-    model, asked = config.model, config.activations
-    itemsize = 4 if model.dtype == "float32" else 2
-    block_input_bytes = config.train.batch * model.context * model.width * itemsize
-    is_moved = asked.offload != "none" and block_input_bytes >= asked.threshold
-    return is_moved and asked.checkpoint == "unit"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    def _step_s(self, config: Config) -> float | None:
+        plan = self._plan_of(config)
+        is_as_exact = plan.fits and plan.tiled <= self._own.tiled
+        found = self._measure.prediction_of(config, plan).step if is_as_exact else None
+        return found.step_s if found else None

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from dataclasses import asdict, dataclass, field, replace
 
 from offload.plan.bound import Bound, ComputeTimes, step_bound
@@ -128,10 +129,7 @@ class StepRecorder:
 
     def raised(self, machine: Machine) -> tuple[Machine, float]:
         """Returns the machine with paths as fast as the steps show them to be, and by how much."""
-        counted = [
-            not step.skipped and number >= NUM_WARM_UP_STEPS
-            for number, step in enumerate(self.steps)
-        ]
+        counted = self._counted()
         steps_s = list(itertools.compress((times.step_s for times in self._times), counted))
 
         def bounds_s(rates: Machine) -> list[float]:
@@ -139,6 +137,36 @@ class StepRecorder:
             return [bound.step_s for bound in kept if bound is not None]
 
         return raised_to_steps(machine, steps_s, bounds_s)
+
+    def micro_step(self, machine: Machine | None) -> ComputeTimes | None:
+        """Returns the median passes of a micro-step without an update, after the warm-up.
+
+        None where there are too few steps, or where updates run under backward, whose own time is
+        not known then.
+        """
+        if self.overlap in ("backward", "both"):
+            return None
+        counted = itertools.compress(self._times, self._counted())
+        micro_steps = [each for times in counted for each in self._compute(times, machine)]
+        if not micro_steps:
+            return None
+        return ComputeTimes(
+            forward_s=statistics.median(each.forward_s for each in micro_steps),
+            backward_s=statistics.median(each.backward_s for each in micro_steps),
+        )
+
+    @property
+    def other_s(self) -> float | None:
+        """The median of what is neither pass nor update, of the steps after the warm-up."""
+        counted = list(itertools.compress(self._times, self._counted()))
+        return statistics.median(times.other_s for times in counted) if counted else None
+
+    def _counted(self) -> list[bool]:
+        """Returns which steps count in medians."""
+        return [
+            not step.skipped and number >= NUM_WARM_UP_STEPS
+            for number, step in enumerate(self.steps)
+        ]
 
     def rated(self, machine: Machine | None) -> list[StepMetrics]:
         """Returns the steps with the phases that the rates of `machine` show."""
@@ -176,21 +204,25 @@ class StepRecorder:
     def _bound(self, times: StepTimes, machine: Machine | None) -> Bound | None:
         if machine is None:
             return None
-        compute = [
-            ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
-            for forward, backward in zip(times.forward, times.backward, strict=True)
-        ]
-        if self.overlap in ("forward", "both"):
-            compute[0] = replace(compute[0], forward_s=self._forward_alone_s(times, machine))
         return step_bound(
             machine,
             self.traffic,
             num_parameters=self.num_parameters,
-            compute=compute,
+            compute=self._compute(times, machine),
             overlap=self.overlap,
             prefetched_bytes=self.prefetched_bytes,
             shares_cores=self.shares_cores,
         )
+
+    def _compute(self, times: StepTimes, machine: Machine | None) -> list[ComputeTimes]:
+        """Returns how long the passes of each micro-step would have taken without an update."""
+        compute = [
+            ComputeTimes(forward_s=forward.busy_s, backward_s=backward.busy_s)
+            for forward, backward in zip(times.forward, times.backward, strict=True)
+        ]
+        if machine is not None and self.overlap in ("forward", "both"):
+            compute[0] = replace(compute[0], forward_s=self._forward_alone_s(times, machine))
+        return compute
 
     def _forward_alone_s(self, times: StepTimes, machine: Machine) -> float:
         """Returns how long the first forward would have taken without the update under it.

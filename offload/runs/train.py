@@ -7,6 +7,7 @@ from pathlib import Path
 from offload.config import Config
 from offload.devices.opening import require_device
 from offload.errors import ConfigError, StorageError
+from offload.layout import ModelLayout
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.lost_work import LostWork
@@ -14,13 +15,16 @@ from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.wear import wear
-from offload.runs.commits import committed_step
+from offload.runs.adoption import OnNotice, settle_policy
+from offload.runs.commits import committed_step, stored_layout
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.model import gpt_shape
-from offload.runs.planning import BLOCK_BYTES, plan_run
+from offload.runs.planned_storage import BLOCK_BYTES
+from offload.runs.planning import plan_run
 from offload.runs.probe import ProbeSize, probe_machine
+from offload.runs.refinement import refine_profile
 from offload.runs.restore import copy_in
 from offload.runs.result import StepMedians, TrainResult, ratio
 from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
@@ -39,6 +43,7 @@ def run_training(
     run_dir: str | Path | None = None,
     resume: Resume = None,
     progress: Progress | None = None,
+    on_notice: OnNotice = lambda _: None,
     validates: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
@@ -48,6 +53,7 @@ def run_training(
         run_dir: A new directory, or an existing one with `resume`; None makes one.
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
+        on_notice: Told in a line what is measured for, and chosen in, a policy with `"auto"`.
         validates: False leaves validation out before the first and after the last step.
 
     Raises:
@@ -58,7 +64,9 @@ def run_training(
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
-    plan = plan_run(config, stores=directory.stores)
+    stored = _stored_layout(directory)
+    config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
+    plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
     directory.prepare(config, plan=plan.to_json())
@@ -77,10 +85,27 @@ def run_training(
         progress=progress,
         validates=validates,
     ).execute()
+    rate_factor = None
     if machine is not None:
         machine = _probe_again(machine, config, plan, directory)
-    result = _result(config, directory=directory, plan=plan, machine=machine, summary=summary)
+        machine, rate_factor = summary.recorder.raised(machine)
+    result = _result(
+        config,
+        directory=directory,
+        plan=plan,
+        machine=machine,
+        rate_factor=rate_factor,
+        summary=summary,
+    )
     directory.write_result(result.to_json(), has_steps=summary.done >= summary.first_step)
+    refine_profile(
+        config,
+        plan,
+        summary,
+        machine=machine,
+        directories=[store.parent for store in directory.stores],
+        activation_bytes=result.activation_peak_bytes,
+    )
     return result
 
 
@@ -100,6 +125,14 @@ def _require_resumable(config: Config, directory: RunDirectory) -> None:
         )
 
 
+def _stored_layout(directory: RunDirectory) -> ModelLayout | None:
+    """Returns how a store that is gone on with is laid out; None where there is none."""
+    if not directory.is_resumed:
+        return None
+    copied = directory.copied_from
+    return stored_layout(directory.stores if copied is None else [copied])
+
+
 def _open_text(config: Config) -> Text:
     text = open_text(
         config.data.source,
@@ -113,21 +146,21 @@ def _open_text(config: Config) -> Text:
 def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
     assert plan.host is not None  # as is the next: this run is offloaded
     assert plan.storage is not None
-    dtypes = [shard.dtype for shard in plan.layout.shards.values() if shard.is_trainable]
     roots = [store.parent for store in directory.stores]
     settings = [each for root in roots for each in measured_settings(root)]
     with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
-        return probe_machine(
+        machine = probe_machine(
             roots,
             engine=engine,
             kernels=load_kernels(),
             codec=config.optimizer.codec,
             rule=config.optimizer.rule,
-            dtype=max(dtypes, key=dtypes.count, default="bfloat16"),
+            dtype=plan.layout.usual_dtype,
             size=ProbeSize.within(
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
         )
+    return machine.held_to(config.tiers.storage.rate_limits_of(len(roots)))
 
 
 def _probe_again(
@@ -149,12 +182,10 @@ def _result(
     directory: RunDirectory,
     plan: RunPlan,
     machine: Machine | None,
+    rate_factor: float | None,
     summary: RunSummary,
 ) -> TrainResult:
     recorder, stats = summary.recorder, summary.stats
-    rate_factor = None
-    if machine is not None:
-        machine, rate_factor = recorder.raised(machine)
     medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(

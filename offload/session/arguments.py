@@ -1,5 +1,6 @@
 """The arguments of a session, as values of a configuration."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,22 @@ from typing import Any
 from offload.config import Config, build_config, load_config
 from offload.sizes import parse_size
 
+_log = logging.getLogger("offload.session")
+
 
 def resolve(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:
     """Returns the configuration, or what a file or nested values make one, with `overrides`."""
+    config = _resolved(config, overrides)
+    if config.policy.auto:
+        _log.warning(
+            "%s: `auto` is the default preset's value in a session, which predicts no times; "
+            "`offload plan --write` writes what is faster",
+            ", ".join(f"`policy.{key}`" for key in sorted(config.policy.auto)),
+        )
+    return config.settled()
+
+
+def _resolved(config: Config | Mapping[str, Any] | str | Path | None, overrides: Any) -> Config:
     if isinstance(config, Config):
         if not overrides:
             return config

@@ -1,11 +1,14 @@
 """How the configuration of a session says that a model is wrapped."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from offload.config import Config
 from offload.plan.activations import plan_activations
+from offload.plan.machine_profile import read_profile
+from offload.plan.window import window_bytes_for
 from offload.session.arguments import resolve
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.unit_modules import UnitRules
@@ -14,22 +17,24 @@ from offload.streaming.wrap_options import WrapOptions
 _log = logging.getLogger("offload.session")
 
 
-def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | None) -> WrapOptions:
+def wrap_options(
+    config: Config, *, training: bool, units: Mapping[str, Any] | None, roots: Sequence[Path] = ()
+) -> WrapOptions:
     """Returns the options of a model without a name that has all of the budgets.
 
     Args:
         config: Of the session.
         training: False: no gradients and no optimizer state.
         units: Keys of `units` in a config, for this model.
+        roots: Directories of the store.
     """
     if units is not None:
         config = resolve(config, {f"units.{key}": value for key, value in units.items()})
-    on_storage = config.offload
     return WrapOptions(
         budget_bytes=config.tiers.host.memory if config.offload else None,
         device_budget_bytes=config.tiers.device.memory,
-        parameters="storage" if on_storage and config.policy.parameters == "storage" else "host",
-        optimizer="storage" if on_storage and config.policy.optimizer == "storage" else "host",
+        parameters=config.parameter_tier,
+        optimizer=config.optimizer_tier,
         codec=config.optimizer.codec,
         rule=config.optimizer.rule,
         matrices=config.optimizer.whole_patterns,
@@ -39,17 +44,28 @@ def wrap_options(config: Config, *, training: bool, units: Mapping[str, Any] | N
         activations=_activation_options(config),
         units=UnitRules.of(config.units),
         overlap=config.policy.overlap if config.offload else "none",
+        window_bytes=window_bytes_for(config.tiers.host.window, roots, read_profile()),
     )
 
 
-def _activation_options(config: Config) -> ActivationOptions:
-    asked = config.activations
-    moves = asked.offload if config.offload else "none"
+def warn_of_tiers(config: Config) -> None:
+    """Says so where a tier that was named is another's memory, or moving there frees nothing."""
+    if config.offload and config.policy.parameters != config.parameter_tier:
+        _log.warning(
+            "`policy.parameters` = `device` is `host` on device `%s`: it computes in host memory",
+            config.tiers.device.kind,
+        )
+    moves = config.activations.offload if config.offload else "none"
     if moves == "host" and config.tiers.device.kind == "cpu":
         _log.warning(
             "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
             "within it; `storage` frees it"
         )
+
+
+def _activation_options(config: Config) -> ActivationOptions:
+    asked = config.activations
+    moves = asked.offload if config.offload else "none"
     return ActivationOptions(
         checkpoint=asked.checkpoint,
         offload=moves,

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.config import Config
 from offload.devices import Device, make_device
-from offload.errors import ConfigError, PlanError, StoreError
+from offload.errors import ConfigError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
 from offload.optim.adamw import AdamW
@@ -25,7 +25,7 @@ from offload.optim.record_names import parameters_by_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.session.arguments import path_list, resolve, size_bytes
-from offload.session.options import wrap_options
+from offload.session.options import warn_of_tiers, wrap_options
 from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
 from offload.sizes import parse_duration
@@ -181,7 +181,7 @@ class Session:
         self._require_open("build a model")
         if self._building is None:
             spill = StoreSpill(self._store) if self._store is not None else None
-            budget_bytes = self._models.free_host_bytes(None)
+            budget_bytes = self._models.free_host_bytes
             self._building = Building(budget_bytes=budget_bytes, spill=spill)
         with self._building.active():
             yield
@@ -237,11 +237,11 @@ class Session:
                 "cannot give a model `device_memory` on a device that computes in host memory: "
                 f"expected none, found `{device_memory}`; pass `host_memory`"
             )
+        warn_of_tiers(self.config)
         options = dataclasses.replace(
-            wrap_options(self.config, training=training, units=units),
+            wrap_options(self.config, training=training, units=units, roots=self._roots),
             name=name,
-            budget_bytes=self._models.free_host_bytes(size_bytes(host_memory)),
-            device_budget_bytes=self._models.free_device_bytes(size_bytes(device_memory)),
+            **self._models.parts(host=size_bytes(host_memory), device=size_bytes(device_memory)),
         )
         assert self._kernels is not None
         point = self._resume_point
@@ -260,12 +260,8 @@ class Session:
         )
         try:
             wrapped.open()
-        except BaseException as error:
+        except BaseException:
             wrapped.close()
-            if isinstance(error, PlanError) and len(self._models):
-                raise PlanError(
-                    f"{error}, or give other models less, as `wrap(model, host_memory=...)`"
-                ) from error
             raise
         self._storage.register(wrapped.transfer_memory)
         self._models.add(name or MAIN, wrapped)

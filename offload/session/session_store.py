@@ -202,7 +202,7 @@ class SessionStore:
 
     def _nominal_rates(self) -> tuple[float | None, ...]:
         roots, tier = self._roots, self._config.tiers.storage
-        limits = [tier.rate_limit_of(index) for index in range(len(roots))]
+        limits = tier.rate_limits_of(len(roots))
         rates = nominal_rates(roots, probed=self._path_rates, limits=limits)
         if None in rates and len(roots) > 1 and self._config.policy.striping == "proportional":
             _log.warning(

@@ -34,10 +34,18 @@ class SessionStats:
     stalls: tuple[Stall, ...] = ()
     """What the caller's thread waited for, longest first."""
     accesses: int = 0
+    """Of passes to units that had to be fetched."""
+    updated_in_place: int = 0
+    """Of passes to units that came from their update straight into their slot: none was fetched."""
     prefetch_hits: int = 0
     prefetch_misses: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int | None = None
+    link_in_bytes: int | None = None
+    """That the engine copied to the device; None where it computes in host memory."""
+    link_out_bytes: int | None = None
+    """The same from the device. Operations on `p.grad` there move its bytes both ways, uncounted:
+    adding a later micro-step's gradient is one."""
     activation_offload_bytes: int = 0
     """Of saved activations that were moved to host memory or storage."""
     activation_kept_bytes: int = 0
@@ -88,11 +96,14 @@ def count(
         update_read_bytes=wrapped.counters.update_read_bytes,
         stalls=wrapped.counters.stalls,
         accesses=accesses,
+        updated_in_place=sum(each.updated_in_place for each in counters),
         prefetch_hits=hits,
         prefetch_misses=accesses - hits,
         registered_bytes=registered_bytes,
         host_peak_bytes=models.host_budget.peak_bytes,
         device_peak_bytes=None if wrapped.device.is_unified else models.device_budget.peak_bytes,
+        link_in_bytes=None if wrapped.device.is_unified else wrapped.device.copied_in_bytes,
+        link_out_bytes=None if wrapped.device.is_unified else wrapped.device.copied_out_bytes,
         activation_offload_bytes=activations.offload_bytes,
         activation_kept_bytes=activations.kept_bytes,
         activation_hits=activations.hits,

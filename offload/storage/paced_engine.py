@@ -13,9 +13,9 @@ from offload.storage.engine import Engine, EngineStats, PathStats, Priority, Tic
 from offload.storage.file import StorageFile
 from offload.storage.transfer import Operation
 
-_PATIENCE_S = 0.1
+_PATIENCE_S = 0.02
 """Transfers are held back until what was started before is paid for, less this much: so the device
-has something to do in the meantime."""
+has something to do in the meantime. After a pause the limit is exceeded for so long."""
 
 
 class PacedTicket:
@@ -81,7 +81,7 @@ class PacedEngine:
     """Passes transfers on to an engine, at most `bytes_per_s` of both directions together.
 
     Waiting transfers start by priority, within one in the order of the calls. Over any time the
-    limit is exceeded by one transfer at most.
+    limit is exceeded by one transfer, and what it gives in `_PATIENCE_S`, at most.
 
     Ownership: Memory belongs to it from the call until the ticket is done.
     Concurrency: Any thread. One thread of its own starts the transfers; `close` carries out what
@@ -194,12 +194,20 @@ class PacedEngine:
             held = self._next()
             if held is None:
                 return
+            ticket, begun, failure = held.ticket, None, None
             try:
-                held.ticket.start(self._start(held))
+                begun = self._start(held)
             except StorageError as error:
-                held.ticket.fail(error)
+                failure = error.with_traceback(None)  # its frames have the memory
             except (ConfigError, StoreError) as error:
-                held.ticket.fail(StorageError(str(error)))
+                failure = StorageError(str(error))
+            # Who waits may use the memory for something else: nothing of it is kept here.
+            del held
+            if begun is not None:
+                ticket.start(begun)
+            elif failure is not None:
+                ticket.fail(failure)
+            del ticket, begun, failure
 
     def _next(self) -> "_Held | None":
         """Waits for the next transfer whose turn has come; None at the end."""

@@ -27,7 +27,6 @@ from offload.streaming.saved import (
     HookPair,
     PassOn,
     is_watched,
-    modified_message,
     note_unseen,
     pack_below,
     unpack_below,
@@ -39,6 +38,7 @@ from offload.streaming.torch_private import (
     is_in_backward,
     pop_saved_tensor_hooks,
 )
+from offload.streaming.versions import counter_of, modified_message
 
 _log = logging.getLogger("offload.streaming")
 
@@ -111,7 +111,7 @@ class ActivationHooks(HookPair):
                 note_unseen(tensor)  # until the original goes
                 return _Moved(
                     away=away,
-                    counter=_counter_of(tensor),
+                    counter=counter_of(tensor),
                     version=tensor._version,
                     dtype=tensor.dtype,
                     offset=int(tensor.storage_offset()),
@@ -301,10 +301,3 @@ def _own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for own in (dict.values(module._parameters), module._buffers.values()):
             yield from (t for t in own if t is not None and t.numel())
-
-
-def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without memory that shares the version counter."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout import FlatShard, Unit, section_kinds
+from offload.layout import FlatShard, Record, Unit
 from offload.memory import SlotPool, memory_of, storage_over
 from offload.optim.pipeline import ModelState, parameter_key, state_key
 from offload.streaming.building import Building
@@ -33,6 +33,8 @@ class Adoption:
     def make_resident(self) -> None:
         """Copies every parameter into the resident flat shards, or reads them from the store."""
         assert self._state.parameters is not None
+        elsewhere = self._state.elsewhere
+        shown = self._state.parameters if elsewhere is None else elsewhere.flat
         for shard in self._state.layout.shards.values():
             flat = self._state.parameters[shard.name]
             if self._is_resumed:
@@ -46,23 +48,45 @@ class Adoption:
                 if not self._is_resumed:
                     view.copy_(self._values_of(parameter))
                 self._forget(parameter)
-                parameter.data = view
+                own = shown[shard.name][placed.start : placed.stop]
+                parameter.data = own.view(placed.facts.shape)
+        if elsewhere is not None:
+            elsewhere.send_all()
+            elsewhere.wait_all()
 
-    def read_records(self) -> None:
-        """Reads the resident records that the resumed store has."""
+    def fill_records(self) -> None:
+        """Reads the resident records that the resumed store has; all others begin."""
         records, store = self._state.records, self._state.store
-        if records is None or store is None or not self._is_resumed:
+        if records is None:
             return
         for record in self._state.layout.records:
-            if state_key(record) in store:
+            if self._is_resumed and store is not None and state_key(record) in store:
                 memory = memory_of(records[record.name])
                 store.read(state_key(record), memory).wait()
+            else:
+                self._begin(record)
+
+    def _begin(self, record: Record) -> None:
+        """State that was never updated is zero, and its fp32 master is the parameter."""
+        assert self._state.records is not None
+        if self._is_resumed:  # new memory is zero
+            self._state.records[record.name].zero_()
+        for subgroup in record.subgroups:
+            if "master" in record.sections_of(subgroup):
+                placed = self._state.layout.parameters_in(subgroup)
+                self._state.edited.update(each.facts.name for each in placed)
 
     def read_parameters(self) -> None:
         """Reads every resident flat shard from the store, in place."""
         assert self._state.parameters is not None
+        elsewhere = self._state.elsewhere
+        if elsewhere is not None:
+            elsewhere.begin()
         for shard in self._state.layout.shards.values():
             self._read_shard(shard, self._state.parameters[shard.name])
+        if elsewhere is not None:
+            elsewhere.send_all()
+            elsewhere.wait_all()
 
     def make_stored(self, slots: SlotPool[memoryview]) -> None:
         """Writes every unit to the store through a slot; parameters become placeholders."""
@@ -77,18 +101,6 @@ class Adoption:
             for binding in streamed.bindings:
                 self._forget(binding.parameter)
                 binding.detach()
-
-    def begin_masters(self) -> None:
-        """Makes a new resident fp32 master start as its parameter, as an edited one does."""
-        if self._state.records is None or self._is_resumed:
-            return
-        layout = self._state.layout
-        trainable = [p.facts for shard, p in layout.parameters.values() if shard.is_trainable]
-        self._state.edited.update(
-            facts.name
-            for facts in trainable
-            if any(kind.name == "master" for kind in section_kinds(layout.codec, facts.dtype))
-        )
 
     def _write_unit(self, unit: Unit, streamed: StreamedUnit, slots: SlotPool[memoryview]) -> None:
         assert self._state.store is not None

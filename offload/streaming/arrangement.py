@@ -8,6 +8,7 @@ from torch import nn
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
+from offload.plan.record_size import choose_records
 from offload.plan.tiles import choose_wide
 from offload.sizes import format_size
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
@@ -58,7 +59,6 @@ def arrange(
     def try_with(wide: frozenset[str]) -> Arrangement:
         discovered = discover_units(model, options.units, wide=wide)
         discovered.prefix_units(prefix)
-        layout = lay_out(discovered, options, stored=stored)
         planner = Planner(
             options=options,
             co_resident_units=discovered.co_resident_units,
@@ -66,17 +66,25 @@ def arrange(
             is_unified=is_unified,
             tiled=discovered.wide_names,
         )
+
+        def plan_with(record_elements: int) -> tuple[ModelLayout, HostPlan]:
+            layout = lay_out(discovered, options, stored=stored, record_elements=record_elements)
+            return layout, planner.host(layout)
+
+        if stored is None:
+            layout, host = choose_records(plan_with)
+        else:
+            layout, host = plan_with(stored.record_elements)
         return Arrangement(
             discovered=discovered,
             layout=layout,
             planner=planner,
-            host=planner.host(layout),
+            host=host,
             device=planner.device(layout),
         )
 
     plain = try_with(frozenset())
-    is_streamed = options.parameters == "storage" or not is_unified
-    if not is_streamed or (stored is None and plain.fits):
+    if not options.is_streamed(is_unified=is_unified) or (stored is None and plain.fits):
         return plain
     whole = whole_matrices(plain.discovered, options.matrices)
     candidates = wide_candidates(model, besides=whole)

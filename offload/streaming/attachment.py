@@ -1,7 +1,7 @@
 """What is attached to the modules of a wrapped model."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from offload.layout import ModelLayout, Unit
 from offload.memory import SlotPool, trim_heap_beyond
 from offload.optim.model_state import ModelState
 from offload.streaming.additions import Additions
+from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import ParameterTier, Residency
@@ -97,7 +98,7 @@ class Attachment:
         self.residency = Residency(
             units,
             pool=slots,
-            tier=self._make_tier(state, updates, staging),
+            tier=self._make_tier(state, updates, staging, discovered.wide),
             prefetch_distance=prefetch_distance,
             on_edit=lambda _, names: on_edit(names),
             device=self._device,
@@ -114,12 +115,25 @@ class Attachment:
         self.streamed.open()
 
     def hide_pending(
-        self, discovered: DiscoveredModel, *, state: ModelState, updates: StepUpdates
+        self,
+        discovered: DiscoveredModel,
+        *,
+        state: ModelState,
+        updates: StepUpdates,
+        on_device: DeviceParameters | None,
     ) -> None:
-        """Attaches to resident units so that a call waits for the updates of its own."""
-        assert state.parameters is not None
+        """Attaches to resident units so that a call waits for the updates of its own.
+
+        Args:
+            discovered: The model's units.
+            state: Where parameters are.
+            updates: What an update that is pending holds back.
+            on_device: What copies them to a device, if they live there.
+        """
+        flat = state.parameters if on_device is None else on_device.flat
+        assert flat is not None
         assert updates.deferred is not None
-        resident = ResidentUnits(state.layout, self._parameters, state.parameters, updates.deferred)
+        resident = ResidentUnits(state.layout, self._parameters, flat, updates.deferred, on_device)
         updates.resident = resident
         self.streamed = StreamedModel(
             self._model, discovered, resident, on_pass=self.look_for_additions
@@ -147,14 +161,18 @@ class Attachment:
             self._staged.close()
 
     def _make_tier(
-        self, state: ModelState, updates: StepUpdates, staging: SlotPool[memoryview] | None
+        self,
+        state: ModelState,
+        updates: StepUpdates,
+        staging: SlotPool[memoryview] | None,
+        wide: Collection[int],
     ) -> ParameterTier:
         if state.parameters is not None:
             host = HostUnits(state.layout, state.parameters, self._device)
             return updates.gate(state.layout, host) or host
         assert state.store is not None
         plain = StoredUnits(state.layout, state.store)
-        stored = updates.gate(state.layout, plain) or plain
+        stored = updates.gate(state.layout, plain, wide=wide) or plain
         if self._device.is_unified:
             return stored
         assert staging is not None

@@ -46,7 +46,12 @@ class Edits:
         Raises:
             StoreError: One has another shape or dtype now.
         """
-        self.note([name for name in self._parameters if self._is_edited(name)])
+        edited = [name for name in self._parameters if self._is_edited(name)]
+        elsewhere = self._state.elsewhere
+        if elsewhere is not None:
+            edited += [name for name in elsewhere.changed() if name not in edited]
+            elsewhere.bring(edited)
+        self.note(edited)
 
     def note(self, names: Sequence[str]) -> None:
         """Notes that these parameters were edited."""
@@ -72,9 +77,11 @@ class Edits:
 
     def _is_edited(self, name: str) -> bool:
         """Whether the user changed a resident parameter; data that was replaced is taken over."""
-        assert self._state.parameters is not None
+        elsewhere = self._state.elsewhere
+        shown = self._state.parameters if elsewhere is None else elsewhere.flat
+        assert shown is not None
         shard, placed = self._state.layout.parameters[name]
-        flat, parameter = self._state.parameters[shard.name], self._parameters[name]
+        flat, parameter = shown[shard.name], self._parameters[name]
         view = flat[placed.start : placed.stop].view(placed.facts.shape)
         if parameter.shape != view.shape or parameter.dtype != view.dtype:
             raise StoreError(

@@ -46,9 +46,9 @@ class HostMemory:
         num_states = plan.num_buffers + plan.num_cached
         slots_end = plan.slot_bytes * plan.num_slots
         states_end = slots_end + plan.state_buffer_bytes * num_states
-        parameters_end = states_end + plan.parameter_buffer_bytes * plan.num_buffers
+        parameters_end = states_end + plan.parameter_buffer_bytes * plan.num_places
         shards_end = parameters_end + plan.gradients.slot_bytes * plan.num_gradient_slots
-        end = shards_end + plan.gradients.buffer_bytes * plan.num_buffers
+        end = shards_end + plan.gradients.buffer_bytes * plan.num_places
         self.transfers = arena.take(end, is_inherited=False)
         activations = arena.take(plan.activation_bytes)
         self.budget.lease(plan.gradients.resident_bytes, "gradients")

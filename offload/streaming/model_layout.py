@@ -9,7 +9,11 @@ from offload.streaming.wrap_options import WrapOptions
 
 
 def lay_out(
-    discovered: DiscoveredModel, options: WrapOptions, *, stored: ModelLayout | None
+    discovered: DiscoveredModel,
+    options: WrapOptions,
+    *,
+    stored: ModelLayout | None,
+    record_elements: int,
 ) -> ModelLayout:
     """Returns the layout of a model.
 
@@ -17,6 +21,7 @@ def lay_out(
         discovered: Its units.
         options: How it is wrapped.
         stored: Of the commit that is resumed.
+        record_elements: Of a record, at most about.
     """
     rule, whole = options.rule, whole_matrices(discovered, options.matrices)
     if stored is not None:  # whatever optimizer comes, its state is there
@@ -26,6 +31,7 @@ def lay_out(
         codec=options.codec,
         rule=rule,
         whole=whole,
+        record_elements=record_elements,
     )
 
 

@@ -14,6 +14,7 @@ from offload.plan.host import UNBOUNDED_BYTES
 from offload.storage.store import BlockStore
 from offload.streaming.counters import MovedBytes
 from offload.streaming.unit_modules import own_parameters
+from offload.streaming.wrap_options import Beside
 from offload.streaming.wrapped import WrappedModel
 
 MAIN = ""
@@ -76,15 +77,37 @@ class Models:
                     "holds both"
                 )
 
-    def free_host_bytes(self, part: int | None) -> int | None:
-        """Returns the budget of the next model: `part`, or all that earlier ones left."""
-        taken = sum(model.plan.planned_bytes for model in self._by_name.values())
-        return _part(part, self._host_bytes, taken, tier="host")
+    @property
+    def free_host_bytes(self) -> int | None:
+        """What earlier models left of the budget; None: there is no limit."""
+        return _left(self._host_bytes, self._taken_host_bytes)
 
-    def free_device_bytes(self, part: int | None) -> int | None:
-        """As `free_host_bytes`, on a device with memory of its own."""
-        taken = sum(model.device_plan.planned_bytes for model in self._by_name.values())
-        return _part(part, self._device_bytes, taken, tier="device")
+    def parts(self, *, host: int | None, device: int | None) -> dict[str, Any]:
+        """Returns the budgets of the next model, as its `WrapOptions` have them.
+
+        Args:
+            host: Its part; None: all that earlier models left.
+            device: The same on a device with memory of its own.
+
+        Raises:
+            ConfigError: A part is larger than what is left.
+        """
+        taken_device = sum(model.device_plan.planned_bytes for model in self._by_name.values())
+        left = self.free_host_bytes, _left(self._device_bytes, taken_device)
+        return {
+            "budget_bytes": _part(host, left[0], self._host_bytes, tier="host"),
+            "device_budget_bytes": _part(device, left[1], self._device_bytes, tier="device"),
+            "beside": Beside(
+                host_bytes=self._taken_host_bytes,
+                device_bytes=taken_device,
+                has_host_part=host is not None,
+                has_device_part=device is not None,
+            ),
+        }
+
+    @property
+    def _taken_host_bytes(self) -> int:
+        return sum(model.plan.planned_bytes for model in self._by_name.values())
 
     def engine_of(self, parameters: Any) -> WrappedModel:
         """Returns the model that has the first of the optimizer's parameters; else the main one."""
@@ -158,17 +181,20 @@ def _bytes_of(limit: int | None) -> int:
     return UNBOUNDED_BYTES if limit is None else limit
 
 
-def _part(part: int | None, total: int | None, taken: int, *, tier: str) -> int | None:
-    if total is None:
-        return part
-    left = max(total - taken, 0)
-    if part is not None and part > left:
+def _left(total: int | None, taken: int) -> int | None:
+    return None if total is None else max(total - taken, 0)
+
+
+def _part(part: int | None, left: int | None, total: int | None, *, tier: str) -> int | None:
+    if part is None or left is None:
+        return left if part is None else part
+    if part > left:
         raise ConfigError(
             f"cannot give a model {part} bytes of `tiers.{tier}.memory`: {left} of {total} are "
             f"left beside those of other models; give each a part that fits, as "
             f"`wrap(model, {tier}_memory=...)`"
         )
-    return left if part is None else part
+    return part
 
 
 def _first_parameter(parameters: list[Any]) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Units whose parameters a pending update still has to write: they are read when it is done."""
+"""Units whose parameters a pending update still has to write."""
 
 import threading
 import weakref
@@ -6,14 +6,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.layout import ModelLayout, Unit
+from offload.layout import ModelLayout, Subgroup, Unit
+from offload.memory import memory_of
 from offload.optim.deferred import DeferredUpdates
+from offload.optim.handover import HandedOver
 from offload.streaming.tier import HostUnits, StoredUnits
 from offload.streaming.unit import Transfer
 
 
 class PendingUnits:
-    """A tier over another one, which reads no unit before its update is done."""
+    """A tier over another one, which gives no bytes of a unit before their update is done.
+
+    What is stored is not read if its update is still to be computed: that fills the slot.
+    """
 
     def __init__(
         self, layout: ModelLayout, tier: StoredUnits | HostUnits, deferred: DeferredUpdates
@@ -28,6 +33,16 @@ class PendingUnits:
         """Returns what the tier does."""
         return self._tier.can_prefetch()
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """Returns how much of memory given to the unit now would be filled by its update."""
+        if not isinstance(self._tier, StoredUnits):
+            return 0
+        return sum(
+            subgroup.padded_parameter_bytes
+            for subgroup in self._tier.subgroups(unit)
+            if self._deferred.is_to_come(subgroup.name)
+        )
+
     def wait_readable(self, unit: Unit) -> None:
         """Waits until no update of the unit is pending.
 
@@ -35,6 +50,18 @@ class PendingUnits:
             StorageError, CorruptStateError: The update failed.
         """
         self._deferred.wait_for(self._numbers[unit.name])
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Waits until no update holds the transfers back.
+
+        Raises:
+            StorageError, CorruptStateError: The update failed.
+        """
+        for transfer in transfers:
+            if isinstance(transfer, LateRead):
+                transfer.wait_started()
+            elif isinstance(transfer, HandedOver):
+                transfer.wait()
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns what the tier does, of reads that were late too."""
@@ -51,29 +78,47 @@ class PendingUnits:
     def start_read(
         self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
-        """Starts filling `into`; what is needed now waits for the unit's update first.
+        """Starts filling `into`; what is needed now waits for what updates have to write first.
 
         Raises:
             StorageError, CorruptStateError: The update failed.
         """
         tier = self._tier
-        return self._start(
+        if isinstance(tier, StoredUnits):
+            return self.start_read_into(unit, memory_of(into), is_prefetch=is_prefetch, part=part)
+        return self._when_updated(
             unit,
             is_prefetch,
-            lambda: tier.start_read(unit, into, is_prefetch=is_prefetch, part=part),
+            lambda is_ahead: tier.start_read(unit, into, is_prefetch=is_ahead, part=part),
         )
 
     def start_read_into(
         self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
-        """As `start_read`, into host memory, from storage."""
-        tier = self._tier
+        """As `start_read`, into host memory, from storage or from the updates."""
+        tier, deferred = self._tier, self._deferred
         assert isinstance(tier, StoredUnits)
-        return self._start(
-            unit,
-            is_prefetch,
-            lambda: tier.start_read_into(unit, into, is_prefetch=is_prefetch, part=part),
-        )
+        if part is not None:
+            return self._when_updated(
+                unit,
+                is_prefetch,
+                lambda is_ahead: tier.start_read_into(unit, into, is_prefetch=is_ahead, part=part),
+            )
+        transfers: list[Transfer] = []
+        late: list[tuple[Subgroup, memoryview]] = []
+        for subgroup, memory in tier.parts(unit, into):
+            handed = deferred.hand_over(subgroup.name, memory)
+            if handed is not None:
+                transfers.append(handed)
+            elif deferred.is_written(subgroup.name):
+                transfers += tier.read_parts([(subgroup, memory)], is_prefetch=is_prefetch)
+            else:
+                late.append((subgroup, memory))
+        if late:
+            transfers += self._when_updated(
+                unit, is_prefetch, lambda is_ahead: tier.read_parts(late, is_prefetch=is_ahead)
+            )
+        return transfers
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit, whose update is done, and waits."""
@@ -88,17 +133,18 @@ class PendingUnits:
         for late in list(self._late):
             late.cancel()
 
-    def _start(
-        self, unit: Unit, is_prefetch: bool, read: Callable[[], list[Transfer]]
+    def _when_updated(
+        self, unit: Unit, is_prefetch: bool, read: Callable[[bool], list[Transfer]]
     ) -> list[Transfer]:
+        """Starts what `read` starts, ahead of use or not, when no update of the unit is pending."""
         number = self._numbers[unit.name]
         if is_prefetch and not self._deferred.is_updated(number):
-            late = LateRead(read, wait_for_update=lambda: self._deferred.wait_for(number))
+            late = LateRead(read, wait_for=lambda asks: self._deferred.wait_for(number, asks=asks))
             self._late.add(late)
             self._deferred.when_updated(number, late.start)
             return [late]
         self._deferred.wait_for(number)
-        return read()
+        return read(is_prefetch)
 
 
 class LateRead:
@@ -110,10 +156,20 @@ class LateRead:
     """
 
     def __init__(
-        self, read: Callable[[], list[Transfer]], *, wait_for_update: Callable[[], float]
+        self,
+        read: Callable[[bool], list[Transfer]],
+        *,
+        wait_for: Callable[[bool], float],
     ) -> None:
-        self._read: Callable[[], list[Transfer]] | None = read
-        self._wait_for_update = wait_for_update
+        """Stores its arguments.
+
+        Args:
+            read: Starts the read, given whether nobody waits for it yet.
+            wait_for: Waits for the update, and asks for it if told so.
+        """
+        self._read: Callable[[bool], list[Transfer]] | None = read
+        self._wait_for = wait_for
+        self._is_ahead = True
         self._started = threading.Event()
         self.transfers: list[Transfer] = []
         self._failure: BaseException | None = None
@@ -121,7 +177,7 @@ class LateRead:
     def start(self) -> None:
         try:
             if self._read is not None:
-                self.transfers = self._read()
+                self.transfers = self._read(self._is_ahead)
         except BaseException as error:  # noqa: BLE001 - raised by `wait`, not in the updates
             self._failure = error
         finally:
@@ -132,15 +188,31 @@ class LateRead:
         self._read = None
         self._started.set()
 
+    def wait_started(self) -> None:
+        """Waits for the update, after which the read is one that is needed now.
+
+        Raises:
+            StorageError, CorruptStateError: The update failed.
+        """
+        if not self._started.is_set():
+            self._is_ahead = False
+            self._wait_for(True)
+            self._started.wait()  # the callback comes right after
+
+    def join(self) -> None:
+        """As `wait`, but leaves update and read their time."""
+        if not self._started.is_set():
+            self._wait_for(False)
+            self._started.wait()
+        self.wait()
+
     def wait(self) -> None:
         """Waits for the update and the read.
 
         Raises:
             StorageError, CorruptStateError: One of them failed.
         """
-        if not self._started.is_set():
-            self._wait_for_update()
-            self._started.wait()  # the callback comes right after
+        self.wait_started()
         if self._failure is not None:
             raise self._failure
         for transfer in self.transfers:

@@ -65,14 +65,15 @@ class Planner:
             activations=options.activations.plan,
             spills_gradients=options.spills_gradients,
             tiled=self.tiled,
+            window_bytes=options.window_bytes,
         )
 
     def _device_within(self, layout: ModelLayout, budget_bytes: int | None) -> DevicePlan:
         return plan_device(
             layout,
             budget_bytes=budget_bytes,
+            parameters=self.options.parameters,
             co_resident_units=self.co_resident_units,
             prefetch_distance=self.options.prefetch_distance,
-            holds_all=self.options.budget_bytes is None,
             tiled=self.tiled,
         )

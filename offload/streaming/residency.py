@@ -18,6 +18,7 @@ from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
 from offload.layout import Unit
 from offload.memory import Arena, Region, Slot, SlotPool, memory_of, storage_over
+from offload.optim.handover import HandedOver
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
 from offload.streaming.prefetch_distance import PrefetchDistance
@@ -34,8 +35,19 @@ class ParameterTier(Protocol):
         """Returns whether a read that is not needed yet can start without waiting for room."""
         ...
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """Returns how much of a slot that is given to the unit now would be filled by its update.
+
+        The rest is read.
+        """
+        ...
+
     def wait_readable(self, unit: Unit) -> None:
         """Waits until the unit's bytes are what they should be where they are read from."""
+        ...
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Waits until no update holds the transfers back."""
         ...
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
@@ -67,10 +79,12 @@ class ResidencyCounters:
     """Counts since the beginning."""
 
     accesses: int = 0
-    """Accesses to units that were not resident."""
+    """Accesses to units that had to be fetched."""
     prefetch_hits: int = 0
     """Those whose fetch was complete when asked."""
     prefetches: int = 0
+    updated_in_place: int = 0
+    """Units that were asked for and came from their update into their slot: nothing was fetched."""
     evictions: int = 0
     io_wait_s: float = 0.0
 
@@ -198,15 +212,18 @@ class Residency:
         """Ends the fetch of an absent unit, which begins now if it was not fetched ahead."""
         was_ahead = unit.state is CopyState.FETCHING
         was_complete = was_ahead and all(transfer.done() for transfer in unit.transfers)
-        self.counters.accesses += 1
-        self.counters.prefetch_hits += was_complete
-        self._tier.wait_readable(unit.layout)
         if unit.is_wide:
+            self._tier.wait_readable(unit.layout)
             self._read_whole(unit)
-        elif unit.state is CopyState.ABSENT:
+        elif not was_ahead:
             self._start_fetch(unit, self._take_slot(unit, unit.layout.num_bytes), is_prefetch=False)
+        if unit.is_updated:
+            self.counters.updated_in_place += 1
+        else:
+            self.counters.accesses += 1
+            self.counters.prefetch_hits += was_complete
         self._finish_fetch(unit)
-        if was_ahead:
+        if was_ahead and not unit.is_updated:
             within_s = time.perf_counter() - unit.fetched_since_s
             self._distance.note_fetch(
                 unit.layout.num_bytes, within_s=within_s, was_late=not was_complete
@@ -217,13 +234,16 @@ class Residency:
         self.fetch(self.units[index], is_recorded=False)
 
     def prefetch(self) -> None:
-        """Starts fetching what the trace predicts next, as far as slots allow."""
+        """Starts fetching what the trace predicts next, as far as slots allow.
+
+        What an update is still to write has its slot as early as there is one: then it is not read.
+        """
         ahead = 0
         for index in self.trace.upcoming():
-            if ahead >= self._distance.units:
-                return
-            ahead += 1
             unit = self.units[index]
+            is_near, ahead = ahead < self._distance.units, ahead + 1
+            if not (is_near or unit.is_updated or self._tier.bytes_from_update(unit.layout)):
+                return
             if unit.state is not CopyState.ABSENT or unit.is_wide:
                 continue
             if not self._tier.can_prefetch():
@@ -272,18 +292,11 @@ class Residency:
 
     def finish_part(self, read: "PartRead") -> torch.Tensor:
         """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
-        started = time.perf_counter()
-        waits_for = self._tier.waits_for(read.transfers)
         try:
-            for transfer in read.transfers:
-                transfer.wait()
+            self._wait(read.transfers, "fetching a tile")
         except BaseException:
             _wait_quietly(read.transfers)
             raise
-        duration_s = time.perf_counter() - started
-        self.counters.io_wait_s += duration_s
-        if self._stalls is not None:
-            self._stalls.add(waits_for, "fetching a tile", duration_s)
         return read.memory
 
     def drop_part(self, read: "PartRead") -> None:
@@ -310,6 +323,8 @@ class Residency:
         if unit.state is CopyState.ABSENT:
             return
         if unit.state is CopyState.FETCHING:
+            with contextlib.suppress(OffloadError):
+                self._tier.wait_updated(unit.transfers)
             _wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
@@ -357,22 +372,17 @@ class Residency:
         unit.base = base
         unit.was_used = False
         unit.fetched_since_s = time.perf_counter()
+        from_update_bytes = self._tier.bytes_from_update(unit.layout)
+        unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
         unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
-        started = time.perf_counter()
-        waits_for = self._tier.waits_for(unit.transfers)
         try:
-            for transfer in unit.transfers:
-                transfer.wait()
+            self._wait(unit.transfers, "fetching a unit")
         except BaseException:
             _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        duration_s = time.perf_counter() - started
-        self.counters.io_wait_s += duration_s
-        if self._stalls is not None:
-            self._stalls.add(waits_for, "fetching a unit", duration_s)
         unit.transfers = []
         unit.move_to(CopyState.CLEAN)
         assert unit.base is not None
@@ -380,6 +390,25 @@ class Residency:
             binding.attach(unit.base)
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
+
+    def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
+        """Waits for transfers, and counts each wait as one for what it was for.
+
+        Those for updates are counted where these run.
+        """
+        self._tier.wait_updated(transfers)
+        waited_s: dict[str, float] = {}
+        for transfer in transfers:
+            if isinstance(transfer, HandedOver):
+                continue
+            waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
+            transfer.wait()
+            duration_s = time.perf_counter() - started_s
+            waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
+        self.counters.io_wait_s += sum(waited_s.values())
+        if self._stalls is not None:
+            for waits_for, duration_s in waited_s.items():
+                self._stalls.add(waits_for, cause, duration_s)
 
     def _drop(self, unit: StreamedUnit) -> None:
         if unit.state is CopyState.CLEAN:

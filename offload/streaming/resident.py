@@ -8,6 +8,7 @@ from torch import nn
 from offload.errors import StoreError
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
+from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import placeholder_of
 
@@ -16,11 +17,13 @@ class ResidentUnit:
     """A unit whose parameters have their places in memory for good.
 
     Attributes:
+        index: Its number.
         num_holds: Calls that use the unit now.
         hidden: Names of its parameters that point to placeholders.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.num_holds = 0
         self.hidden: set[str] = set()
 
@@ -39,8 +42,19 @@ class ResidentUnits:
         parameters: Mapping[str, nn.Parameter],
         flat: Mapping[str, torch.Tensor],
         deferred: DeferredUpdates,
+        on_device: DeviceParameters | None = None,
     ) -> None:
-        self.units = [ResidentUnit() for _ in layout.units]
+        """Stores its arguments.
+
+        Args:
+            layout: Of the model.
+            parameters: By name.
+            flat: The flat shards that they are views of, by name.
+            deferred: The updates that hide them.
+            on_device: What copies them to a device, if they live there.
+        """
+        self.units = [ResidentUnit(index) for index in range(len(layout.units))]
+        self._on_device = on_device
         self.trace = AccessTrace()
         self._parameters = parameters
         self._deferred = deferred
@@ -106,6 +120,8 @@ class ResidentUnits:
         """Does nothing: all stays in memory."""
 
     def _show(self, unit: ResidentUnit) -> None:
+        if unit.hidden and self._on_device is not None:
+            self._on_device.wait(unit.index)
         for name in sorted(unit.hidden):
             parameter, placeholder = self._parameters[name], self._placeholders[name]
             if parameter.numel() and parameter.data_ptr() != placeholder.data_ptr():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from offload.optim.pipeline import ModelState, state_key
+from offload.optim.pipeline import ModelState
 from offload.streaming.adoption import Adoption
 
 
@@ -17,11 +17,7 @@ def read_back(state: ModelState, parameters: Mapping[str, nn.Parameter]) -> None
         parameter.grad = None
     state.edited.clear()
     state.dirty.clear()
-    if state.records is not None and state.store is not None:
-        for record in state.layout.records:
-            if state_key(record) not in state.store:  # never updated: the state is zero
-                state.records[record.name].zero_()
     adoption = Adoption(state, parameters, building=None, is_resumed=True)
-    adoption.read_records()
+    adoption.fill_records()
     if state.parameters is not None:
         adoption.read_parameters()

@@ -1,10 +1,10 @@
 """Saved-tensor hooks that keep autograd from holding slots.
 
 [Note: delegating hooks]
-torch calls only the top pair of hooks. Ours pack a tensor that lies in a unit's slot into a
-handle, and pass every other tensor on to the pair below (an activation checkpoint's, the
-user's), so that those keep their effect. A handle fetches its unit again in backward: any unit
-may be evicted at any time when no call holds it.
+torch calls only the top pair of hooks. Ours pack a tensor that lies in a unit's slot, or is a
+parameter's cast, into a handle, and pass every other tensor on to the pair below (an activation
+checkpoint's, the user's), so that those keep their effect. A handle fetches its unit again in
+backward: any unit may be evicted at any time when no call holds it.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.streaming.casts import Casts, SavedCast
 from offload.streaming.residency import Residency
 from offload.streaming.torch_private import (
     PackHook,
@@ -25,6 +26,7 @@ from offload.streaming.torch_private import (
     top_saved_tensor_hooks,
 )
 from offload.streaming.unit import Binding, StreamedUnit
+from offload.streaming.versions import modified_message
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,17 +91,23 @@ class SavedTensorHooks(HookPair):
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
+        self._casts = Casts(residency.units)
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
         if type(tensor) in (torch.Tensor, nn.Parameter):
             unit = self._residency.unit_of(tensor)
             if unit is not None:
                 return self._handle_of(tensor, unit)
+            cast = self._casts.find(tensor)
+            if cast is not None:
+                return cast
         return pack_below(tensor, below)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedParameter):
             return self._restore(packed)
+        if isinstance(packed, SavedCast):
+            return self._cast_again(packed)
         return unpack_below(packed)
 
     def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
@@ -115,16 +123,28 @@ class SavedTensorHooks(HookPair):
         )
 
     def _restore(self, saved: SavedParameter) -> torch.Tensor:
-        found = saved.binding.parameter._version
-        if found != saved.version:
-            what = f"parameter `{saved.binding.name}`"
-            message = modified_message(what, found=found, expected=saved.version)
-            raise RuntimeError(
-                f"{message}. An optimizer step or an edit came between this graph's forward and "
-                "its backward; run the forward again"
-            )
+        _require_version(saved.binding, saved.version)
         base = self._residency.fetch(saved.unit, is_backward=True)
         return base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _cast_again(self, saved: SavedCast) -> torch.Tensor:
+        found = saved.counter._version
+        if found:
+            what = f"the {saved.dtype} cast of parameter `{saved.binding.name}`"
+            raise RuntimeError(modified_message(what, found=found, expected=0))
+        _require_version(saved.binding, saved.version)
+        return saved.again(self._residency.fetch(saved.unit, is_backward=True))
+
+
+def _require_version(binding: Binding, expected: int) -> None:
+    found = binding.parameter._version
+    if found != expected:
+        what = f"parameter `{binding.name}`"
+        message = modified_message(what, found=found, expected=expected)
+        raise RuntimeError(
+            f"{message}. An optimizer step or an edit came between this graph's forward and "
+            "its backward; run the forward again"
+        )
 
 
 @contextlib.contextmanager
@@ -198,11 +218,3 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         return self.owner.pack(tensor, self.below)
-
-
-def modified_message(what: str, *, found: int, expected: int) -> str:
-    """Returns torch's own message."""
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {what} is at version {found}; expected version {expected} instead"
-    )

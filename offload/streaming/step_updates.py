@@ -1,6 +1,6 @@
 """Carries out the updates of a step: at once, or under the next forward."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout
@@ -42,6 +42,7 @@ class StepUpdates:
         self.resident: ResidentUnits | None = None
         self._order = order
         self._units: PendingUnits | None = None
+        self._slotted: frozenset[int] = frozenset()
         self._io_wait_s = 0.0
 
     def use(self, state: ModelState, window: Window, kernels: Kernels) -> None:
@@ -52,10 +53,18 @@ class StepUpdates:
         if self.early is not None:
             self.early.use(self.pipeline, kept=self.kept(step=1))
 
-    def gate(self, layout: ModelLayout, tier: StoredUnits | HostUnits) -> PendingUnits | None:
-        """Returns a tier over `tier` that reads no unit before its update; None: none is needed."""
+    def gate(
+        self, layout: ModelLayout, tier: StoredUnits | HostUnits, *, wide: Collection[int] = ()
+    ) -> PendingUnits | None:
+        """Returns a tier over `tier` that reads no unit before its update; None: none is needed.
+
+        Args:
+            wide: Units that no slot holds.
+        """
         if self.deferred is None:
             return None
+        if isinstance(tier, StoredUnits):
+            self._slotted = frozenset(range(len(layout.units))).difference(wide)
         self._units = PendingUnits(layout, tier, self.deferred)
         return self._units
 
@@ -107,9 +116,14 @@ class StepUpdates:
         # Edits alone move nothing in or out of the cache.
         kept = self.kept(step) if updates else set(pipeline.window.cached)
         waited_s = pipeline.io_wait_s
+        elsewhere = pipeline.state.elsewhere
         try:
+            if elsewhere is not None:
+                elsewhere.begin()
             order = [records[i] for i in sequence if records[i].name not in skip]
             pipeline.run(order, updates, kept=kept)
+            if elsewhere is not None:
+                elsewhere.wait_all()
         except BaseException as error:
             self.failure = error
             raise
@@ -130,6 +144,8 @@ class StepUpdates:
         trace.predict("train")
         edited = frozenset(state.edited)
         state.edited.clear()
+        if state.elsewhere is not None:
+            state.elsewhere.begin()
         if self.resident is not None:
             self.resident.hide(updates)
         self.deferred.start(
@@ -137,6 +153,7 @@ class StepUpdates:
             edited=edited,
             kept=self.kept(step),
             upcoming=list(trace.upcoming()),
+            slotted=self._slotted,
             skip=skip,
         )
 

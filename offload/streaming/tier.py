@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,8 +32,16 @@ class StoredUnits:
         """Returns True: a slot is all that a read needs."""
         return True
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """Returns 0: nothing is pending."""
+        del unit
+        return 0
+
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is stored is what should be."""
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Returns at once: nothing is pending."""
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns the path that the first transfer which is not done is in flight on.
@@ -60,12 +68,19 @@ class StoredUnits:
         self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
         """As `start_read`, into host memory."""
-        priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
         if part is not None:
+            priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
             return self._read_part(unit, into, part, priority)
+        return self.read_parts(self.parts(unit, into), is_prefetch=is_prefetch)
+
+    def read_parts(
+        self, parts: Sequence[tuple[Subgroup, memoryview]], *, is_prefetch: bool
+    ) -> list[Transfer]:
+        """Starts filling memory with each subgroup's parameters."""
+        priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
         return [
             self._store.read(parameter_key(subgroup), memory, priority=priority)
-            for subgroup, memory in self._parts(unit, into)
+            for subgroup, memory in parts
         ]
 
     def _read_part(
@@ -97,12 +112,17 @@ class StoredUnits:
         """Writes the whole unit from host memory and waits."""
         tickets = [
             self._store.write(parameter_key(subgroup), memory, num_bytes=subgroup.parameter_bytes)
-            for subgroup, memory in self._parts(unit, source)
+            for subgroup, memory in self.parts(unit, source)
         ]
         for ticket in tickets:
             ticket.wait()
 
-    def _parts(self, unit: Unit, memory: memoryview) -> list[tuple[Subgroup, memoryview]]:
+    def subgroups(self, unit: Unit) -> list[Subgroup]:
+        """Returns what the unit is stored as."""
+        return [each for shard in unit.shards for each in self._layout.subgroups[shard.name]]
+
+    def parts(self, unit: Unit, memory: memoryview) -> list[tuple[Subgroup, memoryview]]:
+        """Returns the subgroups of a unit, each with its place in `memory`."""
         parts: list[tuple[Subgroup, memoryview]] = []
         for shard in unit.shards:
             for subgroup in self._layout.subgroups[shard.name]:
@@ -132,8 +152,16 @@ class HostUnits:
         """Returns True: a slot is all that a copy needs."""
         return True
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """Returns 0: nothing is pending."""
+        del unit
+        return 0
+
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is in host memory is what should be."""
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Returns at once: nothing is pending."""
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns `link`."""
@@ -177,11 +205,28 @@ class HostUnits:
             copy.synchronize()
 
 
+@runtime_checkable
+class Awaited(Protocol):
+    """A transfer that an update holds back."""
+
+    def join(self) -> None:
+        """Waits for it without asking for the update."""
+        ...
+
+
 class StoredTier(Protocol):
     """Storage, as staging uses it."""
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """Returns how much of memory given to the unit now would be filled by its update."""
+        ...
+
     def wait_readable(self, unit: Unit) -> None:
         """Waits until the stored bytes are what they should be."""
+        ...
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Waits until no update holds the transfers back."""
         ...
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
@@ -231,9 +276,25 @@ class StagedUnits:
         while self._in_flight:
             self._end(self._in_flight.popleft())
 
+    def bytes_from_update(self, unit: Unit) -> int:
+        """As storage has it."""
+        return self._stored.bytes_from_update(unit)
+
     def wait_readable(self, unit: Unit) -> None:
         """Waits until the stored bytes are what they should be."""
         self._stored.wait_readable(unit)
+
+    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
+        """Waits until no update holds the transfers back, nor those that the thread takes before.
+
+        Raises:
+            StorageError, CorruptStateError: An update failed.
+        """
+        for read in self._in_flight:
+            if not read.is_read():
+                self._stored.wait_updated(read.reads)
+            if read in transfers:
+                return
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns `link` if the bytes are in host memory, else what their reads wait for."""
@@ -288,10 +349,11 @@ class StagedUnits:
         failure: OffloadError | None = None
         for read in reads:
             try:
-                read.wait()
+                read.join() if isinstance(read, Awaited) else read.wait()
             except OffloadError as error:  # the others may still write to the slot
                 failure = failure or error
         if failure is not None:
+            del memory, into  # the slot must not live as long as the error, which has this frame
             raise failure
         return self._device.copy_in(memory, into)
 
@@ -308,6 +370,9 @@ class StagedUnits:
             self._end(self._in_flight.popleft())
 
     def _end(self, read: "_StagedRead") -> None:
+        with contextlib.suppress(Exception):
+            if not read.is_read():
+                self._stored.wait_updated(read.reads)
         with contextlib.suppress(Exception):  # whoever waits for the unit gets the error
             read.synchronize()
         self._staging.release(read.slot)

@@ -19,9 +19,9 @@ from offload.errors import StoreError
 from offload.plan.tiles import covering, tile_rows
 from offload.streaming.gradients import RowGradient
 from offload.streaming.residency import PartRead, Residency
-from offload.streaming.saved import modified_message
 from offload.streaming.torch_private import will_run_in_backward
 from offload.streaming.unit import CopyState, StreamedUnit
+from offload.streaming.versions import modified_message
 
 BeginRows = Callable[[nn.Parameter], RowGradient]
 

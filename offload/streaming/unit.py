@@ -68,13 +68,18 @@ class Binding:
         """
         parameter = self.parameter
         self._require_untouched()
-        parameter.data = view_as(
+        parameter.data = self.values_in(base)
+        self.seen_version = parameter._version
+
+    def values_in(self, base: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter's values in the slot under `base`."""
+        parameter = self.parameter
+        return view_as(
             base,
             offset_bytes=self.offset_bytes,
             num_elements=parameter.numel(),
             dtype=parameter.dtype,
         ).view(parameter.shape)
-        self.seen_version = parameter._version
 
     def detach(self) -> None:
         self.parameter.data = self.placeholder
@@ -117,6 +122,7 @@ class StreamedUnit:
         is_wide: No slot holds it: only a look from outside brings it whole, into memory of its own.
         subgroups: Bytes of each subgroup of a wide unit.
         num_holds: Calls that use the unit now; above 0 it is not evicted.
+        is_updated: Whether all that is in the slot, or will be, comes from its update.
         was_used: Whether the unit was accessed since it was fetched.
         fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
         hashes: Of each binding's bytes, once a parameter was looked at from outside a pass: an edit
@@ -150,6 +156,7 @@ class StreamedUnit:
         self.base: torch.Tensor | None = None
         self.transfers: list[Transfer] = []
         self.num_holds = 0
+        self.is_updated = False
         self.was_used = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None

@@ -32,6 +32,7 @@ from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
 from offload.streaming.counters import ModelCounters
 from offload.streaming.device_memory import DeviceMemory
+from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
 from offload.streaming.gradients import Gradients, open_gradients
@@ -87,6 +88,8 @@ class WrappedModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self._edits = Edits(self._parameters, is_training=options.is_training)
         self._device_memory: DeviceMemory | None = None
+        self._device_parameters: DeviceParameters | None = None
+        self._parameters_on_host: dict[str, torch.Tensor] | None = None
         self._attachment = Attachment(model, self._parameters, device=self.device)
         self._gradients: Gradients | None = None
         overlap = options.overlap if options.is_training else "none"
@@ -122,8 +125,11 @@ class WrappedModel:
         if stored is not None:
             self.require_layout(stored)
         self.plan, self.device_plan = arrangement.host, arrangement.device
-        self.plan.require_fit()
-        self.device_plan.require_fit()
+        beside = self.options.beside
+        self.plan.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
+        self.device_plan.require_fit(
+            beside_bytes=beside.device_bytes, is_part=beside.has_device_part
+        )
         log_wide(arrangement)
         log_strided(discovered)
         for unit in discovered.units:
@@ -133,11 +139,16 @@ class WrappedModel:
         self._adopt()
         if self._resume is not None and self._store is not None:
             self._buffers().read(self._store, self._resume.buffers)
-        if self._is_streamed:
-            move_buffers(self.model, self.device.torch_device)
+        move_buffers(self.model, self.device.torch_device)
+        if self.options.is_streamed(is_unified=self.device.is_unified):
             self._stream(discovered)
         elif self._updates.deferred is not None:
-            self._attachment.hide_pending(discovered, state=self._state, updates=self._updates)
+            self._attachment.hide_pending(
+                discovered,
+                state=self._state,
+                updates=self._updates,
+                on_device=self._device_parameters,
+            )
         if self.options.is_training and self.options.activations.is_used:
             self._activations = open_activations(
                 self.model,
@@ -378,10 +389,6 @@ class WrappedModel:
         self._state.edited |= before.edited
         self._state.dirty |= before.dirty
 
-    @property
-    def _is_streamed(self) -> bool:
-        return self.options.parameters == "storage" or not self.device.is_unified
-
     def _take_memory(self) -> None:
         options = self.options
         host_budget, device_budget = self._budgets
@@ -402,16 +409,28 @@ class WrappedModel:
                 on_arrival=self._on_gradient,
             )
             self.counters.spilled = self._gradients.spilled
+        on_host = None
+        if options.parameters != "storage":
+            on_host = self._parameters_on_host = memory.flat_parameters(self.layout)
+        if options.parameters == "device":
+            assert on_host is not None
+            assert self._device_memory is not None
+            self._device_parameters = DeviceParameters(
+                self.layout,
+                on_host,
+                region=self._device_memory.parameters,
+                device=self.device,
+            )
         self._lay_out_state()
 
     def _lay_out_state(self) -> None:
         options, memory = self.options, self._memory
         has_records = options.is_training and options.optimizer == "host"
-        on_host = options.parameters == "host"
         self._state = ModelState(
             layout=self.layout,
             store=self._store,
-            parameters=memory.flat_parameters(self.layout) if on_host else None,
+            parameters=self._parameters_on_host,
+            elsewhere=self._device_parameters,
             records=memory.records(self.layout) if has_records else None,
             gradients=self._gradients.flat if self._gradients else {},
             spilled=self._gradients.spilled if self._gradients else None,
@@ -422,6 +441,7 @@ class WrappedModel:
             states=memory.states,
             parameters=memory.parameters,
             num_cached=self.plan.num_cached,
+            num_places=self.plan.num_places,
             gradients=memory.gradient_buffers,
             gradient_bytes=spilled_sizes(self.layout, self.plan.gradients),
         )
@@ -435,16 +455,15 @@ class WrappedModel:
             building=self._building,
             is_resumed=self._is_resumed,
         )
-        adoption.read_records()
+        adoption.fill_records()
         with large_blocks_mapped():  # those that were built come back one by one
-            if self.options.parameters == "host":
+            if self._state.parameters is not None:
                 adoption.make_resident()
             elif self._memory.slots is not None:
                 adoption.make_stored(self._memory.slots)
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
-        adoption.begin_masters()
 
     def _stream(self, discovered: DiscoveredModel) -> None:
         if not self.layout.parameter_bytes:  # nothing to stream

@@ -132,6 +132,27 @@ class DeviceConformance(ABC):
 
             assert bool((into == round_).all())
 
+    def test_memory_in_use_changes_after_the_uses_that_were_noted(self, device: Device) -> None:
+        num_bytes, into = 1 << 20, torch.empty(1 << 18)
+        slot = device.tensor_over(device.allocate(num_bytes))
+        totals = []
+
+        for round_ in range(3):
+            source = _host(num_bytes)
+            torch.frombuffer(source, dtype=torch.float32).fill_(float(round_))
+            for half in (slice(0, num_bytes // 2), slice(num_bytes // 2, num_bytes)):
+                device.copy_in(source[half], slot[half]).wait()
+                device.note_uses([slot])
+            result = slot.view(torch.float32)
+            for _ in range(20):
+                result = result + slot.view(torch.float32)
+            device.note_uses([slot])
+            totals.append(result)
+
+        for round_, result in enumerate(totals):
+            device.copy_out(result, into).synchronize()
+            assert bool((into == 21.0 * round_).all())
+
     def test_an_empty_slot_is_given_back_too(self, device: Device) -> None:
         deaths: list[int] = []
 

@@ -45,8 +45,10 @@ def _train(model, optimizer, *, steps=4):
     return losses
 
 
-@pytest.mark.parametrize("parameters", ["host", "storage"])
-@pytest.mark.parametrize("slots", [1, 2, 6])
+@pytest.mark.parametrize("parameters, slots", [
+    ("host", 1), ("host", 2), ("host", 6), ("storage", 1), ("storage", 2), ("storage", 6),
+    ("device", 5),
+])  # fmt: skip
 def test_losses_and_digest_equal_those_with_everything_on_the_device(tmp_path, parameters, slots):
     whole = build(SmallGPT)
     with offload.Session(device="cuda", offload=False) as session:
@@ -67,11 +69,11 @@ def test_losses_and_digest_equal_those_with_everything_on_the_device(tmp_path, p
         assert session.stats().device_peak_bytes <= budget
 
 
-@pytest.mark.parametrize("parameters", ["host", "storage"])
-def test_gradients_equal_those_of_the_plain_model(tmp_path, parameters):
+@pytest.mark.parametrize("parameters, slots", [("host", 2), ("storage", 2), ("device", 5)])
+def test_gradients_equal_those_of_the_plain_model(tmp_path, parameters, slots):
     model, plain = build(SmallGPT), build(SmallGPT).cuda()
     with open_session(
-        tmp_path, (parameters, "storage"), device="cuda", device_memory=2 * UNIT_BYTES
+        tmp_path, (parameters, "storage"), device="cuda", device_memory=slots * UNIT_BYTES
     ) as session:
         session.wrap(model)
         session.AdamW(model.parameters(), **OPTIONS)

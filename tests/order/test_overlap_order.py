@@ -27,7 +27,7 @@ class Steps:
         self.deferred.use(self.harness.layout, self.harness.pipeline)
         self.step = 0
 
-    def start(self, units="abcd", *, upcoming=(), kept=()):
+    def start(self, units="abcd", *, upcoming=(), kept=(), slotted=()):
         self.step += 1
         scalars = adamw_scalars(step=self.step, **OPTIONS)
         self.deferred.start(
@@ -35,6 +35,7 @@ class Steps:
             edited=frozenset(),
             kept={f"{name}#0" for name in kept},
             upcoming=list(upcoming),
+            slotted=slotted,
         )
 
     def run(self, units="abcd", **options):

@@ -46,7 +46,13 @@ class FakeTier:
     def can_prefetch(self):
         return True
 
+    def bytes_from_update(self, unit):
+        return 0
+
     def wait_readable(self, unit):
+        pass
+
+    def wait_updated(self, transfers):
         pass
 
     def waits_for(self, transfers):

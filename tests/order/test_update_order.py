@@ -13,10 +13,12 @@ from offload.policy import resolve_order
 class Steps:
     """Runs updates of all records in the policy's order, as a wrapped model does."""
 
-    def __init__(self, name, *, num_cached):
+    def __init__(self, name, *, num_cached, num_buffers=1, num_places=None, units="abcd"):
         self.order = resolve_order(name)
         self.num_cached = num_cached
-        self.harness = Harness(num_buffers=1, num_cached=num_cached)
+        self.harness = Harness(
+            num_buffers=num_buffers, num_cached=num_cached, num_places=num_places, units=units
+        )
         self.step = 0
 
     def run(self, units="abcd"):
@@ -58,6 +60,18 @@ def test_alternating_begins_with_what_the_last_step_ended_with():
     assert second == ["w d", "w c", "r b", "r a"]
     assert third == ["w a", "w b", "r c", "r d"]
     assert second_hits == third_hits == 2
+
+
+def test_what_is_in_memory_leaves_places_for_records_that_have_to_be_read():
+    steps = Steps("alternating", num_cached=4, num_places=3, units="abcdefgh")
+    steps.run("abcdefgh")
+
+    events, hits = steps.run("abcdefgh")
+
+    # Of three places one is left for reads: where h to e took all, nothing would be read beside.
+    assert events == ["r d", "w h", "r c", "w g", "r b", "w f", "r a", "w e"]
+    assert hits == 4
+    assert steps.harness.window.num_places_taken == 0
 
 
 def test_resident_records_are_never_moved():
@@ -117,5 +131,25 @@ def test_no_order_changes_a_bit(name, num_cached):
         steps.run(units)
 
     for unit in "abcd":
+        expected = plain.harness.stored_parameter(unit)
+        assert expected.equal(steps.harness.stored_parameter(unit))
+
+
+@pytest.mark.parametrize("name", ["alternating", "resident"])
+@pytest.mark.parametrize("num_buffers, num_places", [(1, 2), (1, 3), (2, 6), (2, 8)])
+@pytest.mark.parametrize("num_cached", [2, 5, 8])
+def test_no_number_of_places_changes_a_bit(name, num_cached, num_buffers, num_places):
+    units = "abcdefgh"
+    plain = Steps("sequential", num_cached=0, units=units)
+    steps = Steps(
+        name, num_cached=num_cached, num_buffers=num_buffers, num_places=num_places, units=units
+    )
+
+    for touched in (units, units, "acdgh", "b", units):
+        plain.run(touched)
+        steps.run(touched)
+
+    assert steps.harness.window.num_places_taken == 0
+    for unit in units:
         expected = plain.harness.stored_parameter(unit)
         assert expected.equal(steps.harness.stored_parameter(unit))

@@ -54,10 +54,14 @@ ONE_IN = 10
 others do with `slow`."""
 
 
+NAME_THEIR_DEVICE = ("test_devices", "test_device_placement")
+
+
 def pytest_generate_tests(metafunc):
     """Runs every test that opens a session on `cpu` and on `emulated`, unless it is `unified`."""
     module = metafunc.module
-    opens = hasattr(module, "open_session") and module.__name__.rpartition(".")[2] != "test_devices"
+    name = module.__name__.rpartition(".")[2]
+    opens = hasattr(module, "open_session") and name not in NAME_THEIR_DEVICE
     if opens and metafunc.definition.get_closest_marker("unified") is None:
         metafunc.parametrize("device", ["cpu", "emulated"], indirect=True)
 

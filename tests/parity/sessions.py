@@ -1,9 +1,6 @@
 """Sessions for tests of parity: small records, small budgets."""
 
-import functools
-
 import offload
-from offload.layout import build_layout
 
 PLACEMENTS = [("host", "host"), ("storage", "host"), ("host", "storage"), ("storage", "storage")]
 """Tiers of parameters and of optimizer state."""
@@ -39,5 +36,4 @@ def open_session(
 
 def use_small_records(monkeypatch):
     """Cuts flat shards into many subgroups, as those of large models are."""
-    small = functools.partial(build_layout, record_elements=SMALL_RECORD_ELEMENTS)
-    monkeypatch.setattr("offload.streaming.model_layout.build_layout", small)
+    monkeypatch.setattr("offload.plan.record_size.SIZES", (SMALL_RECORD_ELEMENTS,))

@@ -73,6 +73,31 @@ def test_a_new_process_may_start_from_a_checkpoint(tmp_path, placement):
         train_both(model, optimizer, reference, steps=1, first=2)
 
 
+def test_a_state_that_was_never_updated_begins_in_memory(tmp_path):
+    """Records without state are not stored; where they come to memory, masters are parameters."""
+    for placement in PLACEMENTS:
+        with open_session(tmp_path, placement, codec="fp32") as session:
+            model = session.wrap(build(SmallGPT))
+            optimizer = session.AdamW(model.parameters(), **OPTIONS)
+            session.save("untrained")
+            train_both(model, optimizer, reference_after(0), steps=1)
+            session.load("untrained")
+            require_equal_state(session, model, reference_after(0))
+            session.commit()
+
+        elsewhere = {"parameters": "host", "optimizer": "host"}
+        store = tmp_path / "-".join(placement)
+        with offload.Session(
+            host_memory=1 << 20, store=store, policy=elsewhere, codec="fp32", resume=True
+        ) as session:
+            model = session.wrap(build(SmallGPT))
+            optimizer = session.AdamW(model.parameters(), **OPTIONS)
+            reference = reference_after(0)
+            require_equal_state(session, model, reference)
+            train_both(model, optimizer, reference, steps=2)
+            require_equal_state(session, model, reference)
+
+
 def test_edits_after_a_save_are_gone_after_a_load(tmp_path):
     with open_session(tmp_path) as session:
         model = session.wrap(build(SmallGPT))

@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+from parity.sessions import use_small_records
 
 from offload.errors import ConfigError
 
@@ -108,6 +109,27 @@ def test_placement_may_change_on_resume(tmp_path, small_config, train):
     assert second.state_digest == whole.state_digest
 
 
+def test_a_store_keeps_the_records_that_it_was_laid_out_with(
+    tmp_path, small_config, train, monkeypatch
+):
+    whole = train(small_config(train__steps=4), run_dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        use_small_records(patch)
+        train(small_config(train__steps=2), run_dir=tmp_path / "parts")
+    first = _plan_in(tmp_path / "parts")
+
+    # A budget for which a new store would have other records.
+    second = train(small_config(train__steps=4), run_dir=tmp_path / "parts", resume="auto")
+
+    cut = [each["tiers"]["host"]["cut"] for each in (first, _plan_in(tmp_path / "parts"))]
+    assert cut[0]["state_buffer_bytes"] == cut[1]["state_buffer_bytes"]
+    assert (
+        cut[0]["state_buffer_bytes"]
+        < _plan_in(tmp_path / "whole")["tiers"]["host"]["cut"]["state_buffer_bytes"]
+    )
+    assert second.state_digest == whole.state_digest
+
+
 def test_a_run_directory_that_was_moved_takes_its_store_along(tmp_path, small_config, train):
     first = train(small_config(train__steps=1), run_dir=tmp_path / "run")
     shutil.move(tmp_path / "run", tmp_path / "moved")
@@ -138,3 +160,7 @@ def test_fewer_steps_than_are_done_are_refused_and_leave_the_files(tmp_path, sma
 
     train(small_config(train__steps=2), run_dir=tmp_path / "run", resume="auto")
     assert files[2].read_bytes() == before[2]
+
+
+def _plan_in(run_dir):
+    return json.loads((run_dir / "plan.json").read_text())

@@ -1,5 +1,7 @@
 """Several models in one session share its budget, its store and its commits."""
 
+import re
+
 import pytest
 import torch
 from parity.models import SmallGPT, batch, build, loss_of
@@ -184,12 +186,23 @@ def test_a_further_model_needs_a_name_parameters_and_memory_of_its_own(tmp_path,
 
 
 @pytest.mark.unified
-def test_what_is_left_is_named_where_it_does_not_suffice(tmp_path):
+@pytest.mark.parametrize("part", [None, 1 << 12])
+def test_the_figure_of_the_session_is_named_where_what_is_left_does_not_suffice(tmp_path, part):
     with open_session(tmp_path, budget_bytes=300_000) as session:
         session.wrap(build(SmallGPT))
 
-        with pytest.raises(offload.PlanError, match="or give other models less"):
-            session.wrap(teacher(), training=False, name="teacher")
+        with pytest.raises(offload.PlanError) as caught:
+            session.wrap(teacher(), training=False, name="teacher", host_memory=part)
+
+    message = str(caught.value)
+    smallest_bytes = int(re.search(r"at least (\d+) bytes", message)[1])
+    (mib,) = re.findall(r'`tiers.host.memory` to "(\d+)MiB"', message)
+    assert int(mib) << 20 >= 270_000 + smallest_bytes
+    assert "for the session's other models" in message
+    assert ("give it more" in message) == (part is not None)
+    with open_session(tmp_path / "b", budget_bytes=int(mib) << 20) as session:
+        session.wrap(build(SmallGPT), host_memory=(int(mib) << 20) - smallest_bytes)
+        session.wrap(teacher(), training=False, name="teacher")
 
 
 def test_a_commit_needs_a_model_without_a_name(tmp_path):

@@ -52,7 +52,7 @@ def make(rewrite=None):
 def both(tmp_path):
     """Yields a session, its model, and the reference."""
     reference = Reference(make(), **OPTIONS)
-    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+    with open_session(tmp_path, budget_bytes=800_000) as session:
         yield session, session.wrap(make()), reference
 
 

@@ -180,7 +180,7 @@ def calls(monkeypatch):
     """Replaces what commands call; the arguments of each call are kept by name."""
     kept = {}
 
-    def train(config, *, run_dir, resume, progress):
+    def train(config, *, run_dir, resume, progress, on_notice):
         kept["train"] = {"config": config, "run_dir": run_dir, "resume": resume}
         print("a library prints")
         progress(METRICS)

@@ -10,6 +10,7 @@ from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made
 from offload.bench.update_room import host_plan, least_need
 from offload.cli.app import run
 from offload.errors import ConfigError, PlanError
+from offload.optim.early import EarlyUpdates
 from offload.plan.machine import Machine, PathRates
 
 KEYS = {
@@ -103,20 +104,45 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
     assert max(mlp.read_bytes_per_step, mlp.write_bytes_per_step) < 12 * PARAMETERS
 
 
-def test_updates_under_the_next_forward_move_the_same_bytes_and_compute_the_same_bits(tmp_path):
+@pytest.mark.parametrize("memory", [32 << 20, 80 << 20])
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
+def test_updates_under_passes_move_the_same_bytes_and_compute_the_same_bits(
+    tmp_path, overlap, memory
+):
     (path,) = paths_of(tmp_path, "a")
     # Given rates are not raised to what a busy machine measured.
     common = {"order": "resident", "compute_s": 0.01, "machine": rates_of([path])}
-    alone = measure([path], **common)
+    alone = measure([path], memory=memory, **common)
 
-    under = measure([path], overlap="forward", **common)
+    under = measure([path], overlap=overlap, memory=memory, **common)
 
     assert under.state_digest == alone.state_digest
     assert under.read_bytes_per_step == alone.read_bytes_per_step
     assert under.write_bytes_per_step == alone.write_bytes_per_step
+    assert under.cache_hit_rate == alone.cache_hit_rate == (memory == 80 << 20)
     assert under.bound_s <= alone.bound_s
     assert alone.parameters_per_s == PARAMETERS / alone.update_s
     assert under.parameters_per_s is None
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_updates_under_backward_begin_when_gradients_appear(tmp_path, overlap, monkeypatch):
+    (path,) = paths_of(tmp_path, "a")
+    taken = []
+    take = EarlyUpdates.take
+
+    def noted(self, updates, **options):
+        taken.append(take(self, updates, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(EarlyUpdates, "take", noted)
+
+    measure([path], order="resident", overlap=overlap, compute_s=0.01, commit_every=2)
+
+    # Of three steps, each updated all of its records before it was asked to.
+    assert [len(each) for each in taken] == [
+        len(made_up_layout(PARAMETERS, codec="split").records)
+    ] * 3
 
 
 def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):
@@ -166,7 +192,7 @@ def test_commits_are_timed(tmp_path):
         ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
         ({"baseline": "mlp-like", "commit_every": 1}, "cannot commit"),
         ({"overlap": "sideways"}, "policy.overlap"),
-        ({"overlap": "both"}, "`--overlap` both: expected `none` or `forward`"),
+        ({"overlap": "both"}, "`--order` resident.*found `sequential`"),
         ({"overlap": "forward"}, "`--order` resident.*found `sequential`"),
         ({"overlap": "forward", "order": "resident", "baseline": "mlp-like"}, "no baseline"),
     ],

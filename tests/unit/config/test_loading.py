@@ -243,3 +243,25 @@ def test_an_order_that_is_asked_for_has_its_update_alone(policy, overlap):
     config = build_config({"policy": policy, "offload": False})
 
     assert config.policy.overlap == overlap
+
+
+def test_auto_begins_with_the_preset_and_stays_what_it_is_in_a_file():
+    values = {"tiers": {"host": {"memory": "1GiB"}}, "policy": {"order": "auto", "prefetch": 3}}
+
+    config = build_config(values)
+
+    assert config.policy.auto == {"order", "overlap"}  # which an order implies
+    assert (config.policy.order, config.policy.overlap) == ("resident", "forward")
+    assert build_config(config.to_dict()) == config
+    assert 'order = "auto"' in config.to_toml()
+    assert not config.settled().policy.auto
+    assert 'order = "resident"' in config.settled().to_toml()
+
+
+def test_a_policy_that_is_all_auto_leaves_what_is_set_alone():
+    values = {"tiers": {"host": {"memory": "1GiB"}}, "policy": "auto"}
+
+    config = build_config(values, overrides={"policy.parameters": "host"})
+
+    assert config.policy.auto == {"optimizer", "order", "overlap", "prefetch"}
+    assert config.policy.parameters == "host"

@@ -82,7 +82,6 @@ def test_a_wrong_value_names_key_expectation_and_finding(key, value, expected, f
         ("tiers.device.memory", "1GiB"),
         ("tiers.device.link_rate", "1GB"),
         ("tiers.device.link_latency", "1s"),
-        ("policy.parameters", "device"),
     ],
 )
 def test_a_known_value_that_is_not_available_is_refused(key, value):

@@ -105,6 +105,19 @@ def test_each_of_several_copies_to_a_slot_must_be_waited_for(prompt):
         slot.sum()
 
 
+def test_memory_in_use_is_not_filled_before_its_uses_were_noted(prompt):
+    slot = prompt.tensor_over(prompt.allocate(4096))
+    prompt.copy_in(_ones(), slot).wait()
+
+    with pytest.raises(OrderError, match="call `note_uses` after the last use"):
+        prompt.copy_in(_ones(), slot)
+
+    prompt.note_uses([slot])
+    prompt.copy_in(_ones(), slot).wait()
+    with prompt.checking():
+        slot.sum()
+
+
 def test_a_slot_that_was_given_back_holds_nan(prompt):
     region = prompt.allocate(4096)
     slot = prompt.tensor_over(region)

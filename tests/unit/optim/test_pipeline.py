@@ -91,7 +91,9 @@ class MemoryStore:
 class Harness:
     """Units `a`, `b`, … of one bf16 parameter and one record each, all on storage."""
 
-    def __init__(self, *, units="abcd", num_buffers=2, num_cached=0, codec="split"):
+    def __init__(
+        self, *, units="abcd", num_buffers=2, num_cached=0, codec="split", num_places=None
+    ):
         torch.manual_seed(0)
         facts = [
             UnitFacts(
@@ -112,7 +114,7 @@ class Harness:
         record = self.layout.records[0]
         self.budget = Budget(1 << 30, tier="host")
         self.pool = self._pool(num_buffers + num_cached, record.padded_bytes)
-        self.parameter_pool = self._pool(num_buffers, record.padded_parameter_bytes)
+        self.parameter_pool = self._pool(num_places or num_buffers, record.padded_parameter_bytes)
         self.state = ModelState(
             layout=self.layout,
             store=self.store,
@@ -125,6 +127,7 @@ class Harness:
             states=self.pool,
             parameters=self.parameter_pool,
             num_cached=num_cached,
+            num_places=num_buffers if num_places is None else num_places,
         )
         self.pipeline = UpdatePipeline(self.state, self.window, load_kernels())
 

@@ -154,6 +154,18 @@ def test_what_memory_keeps_is_updated_at_the_step_and_not_under_backward():
     assert kept.update_s == pytest.approx(kernel_s, rel=0.01)
 
 
+def test_with_both_what_memory_keeps_is_updated_under_the_next_forward_in_its_order():
+    simulated = SimulatedMachine(rates=machine(FULL, update=1e8), shares_cores=False)
+
+    def step_s(overlap, **options):
+        chosen = policy(
+            "resident", cached=len(LAYOUT.records), overlap=resolve_overlap(overlap), **options
+        )
+        return simulate(work(forward_s=0.2), simulated, chosen).step_s
+
+    assert step_s("both", updates_in_backward=True) == pytest.approx(step_s("forward"), rel=0.02)
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(overlap):
     spilled = work("host", micro_steps=2)
@@ -188,3 +200,14 @@ def test_a_window_without_a_buffer_is_refused():
 
     with pytest.raises(ValueError, match="at least one buffer"):
         simulate(work(), SimulatedMachine(rates=machine(HALF)), choice)
+
+
+def test_what_a_pass_waits_for_updates_is_the_updates_and_not_the_pass_s():
+    slow, hidden = machine(SLOW), policy("resident", overlap=resolve_overlap("forward"))
+
+    step = simulate(work(), SimulatedMachine(rates=slow), hidden)
+
+    # Nearly all of 0.94 GB at 200 MB/s is the update's, and all of that is under the forward.
+    assert step.update_s > 0.25 * step.step_s
+    total_s = step.forward_s + step.backward_s + step.update_s + step.other_s
+    assert step.step_s == pytest.approx(total_s)

@@ -120,3 +120,21 @@ def test_a_plan_goes_by_the_machine_that_is_named(folder, capsys):
     assert "order" not in suggested  # which the run sets
     assert load_config("planned.toml") == load_config("run.toml", chosen)
     assert plan(capsys, "--machine", "missing.toml")[0] == 2
+
+
+def test_what_was_auto_is_chosen_and_written_as_a_value(folder, capsys):
+    changes = ("policy=auto", "tiers.storage.rate_limit=20MB", "tiers.host.memory=64MiB")
+
+    code, planned = plan(capsys, *changes, "--write", "planned.toml")
+
+    assert code == 0
+    adopted = planned["adopted"]
+    assert adopted["policy"]["parameters"] == "host"
+    assert planned["policy"].items() >= {k: str(v) for k, v in adopted["policy"].items()}.items()
+    assert planned["predicted"]["step_s"] == adopted["step_s"]
+    assert planned["suggested"] is None
+    lines = [each for each in planned["choices"] if each["choice"] == "policy"]
+    assert lines[0]["why"] == adopted["why"]
+    written = load_config("planned.toml").policy
+    assert not written.auto
+    assert {key: getattr(written, key) for key in adopted["policy"]} == adopted["policy"]

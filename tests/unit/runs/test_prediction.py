@@ -64,6 +64,19 @@ def test_every_figure_is_predicted_and_nothing_is_left(text, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
+def test_a_path_is_planned_at_no_more_than_its_rate_limit(text):
+    limited = {"tiers.storage.rate_limit": "2MB", "policy.overlap": "none"}
+
+    plan = plan_and_predict(config(text, **limited)).to_json()
+
+    (path,) = plan["machine"]["paths"]
+    assert (path["read_bytes_per_s"], path["write_bytes_per_s"]) == (2e6, 2e6)
+    assert path["mixed_bytes_per_s"] == 1e6
+    predicted = plan["predicted"]
+    moved = predicted["read_bytes_per_step"] + predicted["write_bytes_per_step"]
+    assert predicted["bound_s"] >= moved / 2e6
+
+
 def test_what_the_profile_has_is_not_measured_again(text, tmp_path):
     profile = tmp_path / "machine.toml"
     profile.write_text(f"{MARK}\nschema = 1\n")
@@ -189,6 +202,16 @@ def test_each_choice_has_one_line_and_what_budgets_leave_out_is_listed(text):
     assert plan["co_resident"]["units"] == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_counts_what_autocast_may_keep_of_fp32_weights(text, dtype):
+    plan = plan_and_predict(config(text, **{"model.dtype": dtype})).to_json()
+
+    kept = [each["num_bytes"] for each in plan["not_covered"] if "autocast" in each["what"]]
+    assert len(kept) == (dtype == "float32")
+    # Two bytes for each element but those of biases and norms.
+    assert all(1.9 * plan["parameters"] < num_bytes < 2 * plan["parameters"] for num_bytes in kept)
+
+
 def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tmp_path):
     rates = "read_bytes_per_s = 4e8\nwrite_bytes_per_s = 2e8\nmixed_bytes_per_s = 2e8\n"
     profile = tmp_path / "machine.toml"
@@ -209,7 +232,7 @@ def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tm
 
 
 def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):
-    plan = plan_and_predict(config(text, **{"tiers.host.memory": "1MiB"})).to_json()
+    plan = plan_and_predict(config(text, **{"tiers.host.memory": "256KiB"})).to_json()
 
     slots = next(each for each in plan["choices"] if each["choice"] == "slots and prefetch")
     assert not plan["fits"]

@@ -67,14 +67,14 @@ def test_a_file_as_storage_path_is_named(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     # Root may write anywhere: what the system would answer others is given here.
-    monkeypatch.setattr("offload.runs.planning.os.access", lambda *_: False)
+    monkeypatch.setattr("offload.runs.planned_storage.os.access", lambda *_: False)
 
     assert_refused(tmp_path, ConfigError, str(tmp_path))
 
 
 def test_too_little_free_space_is_refused_with_both_figures(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(total=10**7, free=10**6)
-    monkeypatch.setattr("offload.runs.planning.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("offload.runs.planned_storage.shutil.disk_usage", lambda _: usage)
 
     assert_refused(tmp_path, PlanError, r"found 900000 bytes")
 
@@ -98,4 +98,20 @@ def test_a_factory_that_cannot_be_found_is_named(tmp_path):
         "absent_module:make",
         "model.kind=factory",
         "model.factory=absent_module:make",
+    )
+
+
+def test_where_nothing_helps_a_plan_and_an_error_say_so(tmp_path):
+    plan = plan_run(config("tiers.host.memory=64KiB"))
+    helped = plan_run(config("tiers.host.memory=64KiB", "policy.parameters=host"))
+
+    assert plan.to_json()["give_up"] == []
+    assert "no other choice" in plan.to_json()["give_up_note"]
+    assert helped.to_json()["give_up_note"] is None
+    assert_refused(
+        tmp_path,
+        PlanError,
+        '`policy.parameters = "storage"` needs',
+        "tiers.host.memory=64KiB",
+        "policy.parameters=host",
     )

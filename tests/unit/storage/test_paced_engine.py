@@ -1,7 +1,10 @@
+import contextlib
 import errno
 import time
+import weakref
 
 import pytest
+import torch
 
 from offload.errors import ConfigError, StorageError, StoreError
 from offload.storage.engine import Engine, Priority
@@ -98,3 +101,18 @@ def test_errors_come_from_the_ticket():
 def test_no_limit_at_all_is_no_limit():
     with pytest.raises(ConfigError, match="more than 0"):
         PacedEngine(Engine(), bytes_per_s=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_the_memory_is_kept_when_a_transfer_is_over(file, fails):
+    target = StorageFile(path="/dev/full", fd=-1) if fails else file
+    with PacedEngine(Engine("threads"), bytes_per_s=10**9) as engine:
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        alive = weakref.ref(memory)
+
+        ticket = engine.write(target, 0, memory)
+        with contextlib.suppress(StorageError):
+            ticket.wait()
+        del memory
+
+        assert alive() is None

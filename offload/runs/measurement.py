@@ -1,0 +1,195 @@
+"""What a plan needs to know of a machine: from its profile, or measured in seconds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from offload._native.optim import copy_rate_bytes_per_s
+from offload.config import Config
+from offload.optim.kernels import load_kernels
+from offload.plan.machine import Machine, PathRates
+from offload.plan.machine_profile import (
+    KernelProfile,
+    MachineProfile,
+    MemoryProfile,
+)
+from offload.plan.prediction import Prediction, predict_step
+from offload.plan.run_plan import RunPlan
+from offload.plan.tiles import slot_bytes_of
+from offload.plan.work import ModelPasses
+from offload.runs.data import open_text
+from offload.runs.pass_finder import PassFinder
+from offload.runs.planned_storage import BLOCK_BYTES
+from offload.runs.planning import choices_of, tokens_per_step
+from offload.runs.probe import ProbeSize, probe_path, probe_update
+from offload.runs.rss import current_rss_bytes
+from offload.runs.warm_up import warm_up
+from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
+
+_PATIENCE = 2.5
+"""A plan has no steps that would correct what a short probe got wrong."""
+
+OnMeasure = Callable[[str], None]
+"""Told what is about to be measured."""
+
+
+class Measurement:
+    """What is known of a machine for one run, and what had to be measured for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: RunPlan,
+        directories: Sequence[Path],
+        profile: MachineProfile,
+        on_measure: OnMeasure,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._directories = directories
+        self._profile = profile
+        self._on_measure = on_measure
+        self._threads = torch.get_num_threads()
+        self.found = MachineProfile()
+        self.machine: Machine | None = None
+        self._baseline_bytes = 0
+        self._passes: ModelPasses | None = None
+        self.warnings: list[str] = []
+
+    def take(self) -> None:
+        """Measures what the profile lacks."""
+        plan = self._plan
+        self._baseline_bytes = self._held_before()
+        self.machine = Machine(
+            paths=tuple(
+                self._path(directory).held_to(limit)
+                for directory, limit in zip(
+                    self._directories,
+                    self._config.tiers.storage.rate_limits_of(len(self._directories)),
+                    strict=True,
+                )
+            )
+            if plan.stores_anything
+            else (),
+            copy_bytes_per_s=self._copy_rate(),
+            update_parameters_per_s=self._update_rate(),
+        )
+        finder = PassFinder(self._config, plan, self._profile, self._on_measure)
+        self._passes = finder.find(self.machine.copy_bytes_per_s)
+        self.found = self.found.merged(finder.found)
+        self.warnings += finder.warnings
+
+    def whole_prediction(self, config: Config, plan: RunPlan) -> Prediction:
+        """Returns the times and the memory of the run, as far as they can be known."""
+        prediction = self.prediction_of(config, plan)
+        if self._passes is None or self._passes.activation_bytes is None:
+            return prediction
+        activation_bytes = self._passes.activation_bytes
+        return replace(
+            prediction,
+            rss_peak_bytes=self._baseline_bytes + activation_bytes + _held_bytes(plan),
+            activation_bytes=activation_bytes,
+        )
+
+    def prediction_of(self, config: Config, plan: RunPlan) -> Prediction:
+        """Returns the times under another policy of the same run, with what was measured."""
+        passes, machine = self._passes, self.machine
+        if machine is None or passes is None:
+            return Prediction()
+        return predict_step(
+            plan.layout,
+            plan.host,
+            plan.traffic,
+            choices_of(config),
+            machine=machine,
+            passes=passes.units,
+            other_s=passes.other_s,
+            tokens=tokens_per_step(config),
+            handed_over=plan.handed_over,
+        )
+
+    def _held_before(self) -> int:
+        """Returns what the process holds before the run's own memory: imports, data, warm-up."""
+        config = self._config
+        text = open_text(
+            config.data.source,
+            files=config.data.files,
+            validation_fraction=config.data.validation_fraction,
+        )
+        warm_up(config)
+        rss_bytes = current_rss_bytes()
+        del text
+        return rss_bytes
+
+    def _path(self, directory: Path) -> PathRates:
+        known = self._profile.find(directory)
+        if known is not None:
+            return PathRates(
+                path=str(directory),
+                read_bytes_per_s=known.read_bytes_per_s,
+                write_bytes_per_s=known.write_bytes_per_s,
+                mixed_bytes_per_s=known.mixed_bytes_per_s,
+            )
+        self._on_measure(f"path {directory}")
+        settings = measured_settings(directory, profile=self._profile)
+        with Engine(block_bytes=BLOCK_BYTES, paths=settings) as engine:
+            return probe_path(directory, engine, self._size(), patience=_PATIENCE)
+
+    def _copy_rate(self) -> float:
+        known = self._profile.find_memory(threads=self._threads)
+        if known is not None:
+            return known.copy_bytes_per_s
+        self._on_measure("copies in memory")
+        rate = copy_rate_bytes_per_s()
+        measured = MemoryProfile(threads=self._threads, copy_bytes_per_s=rate, measured_at=_now())
+        self.found = self.found.merged(MachineProfile(memory=(measured,)))
+        return rate
+
+    def _update_rate(self) -> float:
+        optimizer, dtype = self._config.optimizer, self._plan.layout.usual_dtype
+        known = self._profile.find_kernel(
+            rule=optimizer.rule, codec=optimizer.codec, dtype=dtype, threads=self._threads
+        )
+        if known is not None:
+            return known.parameters_per_s
+        self._on_measure("the fused update in memory")
+        rate = probe_update(
+            load_kernels(),
+            codec=optimizer.codec,
+            dtype=dtype,
+            size=self._size(),
+            rule=optimizer.rule,
+        )
+        measured = KernelProfile(
+            rule=optimizer.rule,
+            codec=optimizer.codec,
+            dtype=dtype,
+            threads=self._threads,
+            parameters_per_s=rate,
+            measured_at=_now(),
+        )
+        self.found = self.found.merged(MachineProfile(kernels=(measured,)))
+        return rate
+
+    def _size(self) -> ProbeSize:
+        plan = self._plan
+        return ProbeSize.within(
+            host_bytes=plan.host.budget_bytes if plan.host else plan.in_memory_bytes,
+            storage_bytes=plan.storage.planned_bytes if plan.storage else 1 << 28,
+        )
+
+
+def _held_bytes(plan: RunPlan) -> int:
+    """Returns what the tiers hold in memory, and the gradients of one unit on their way."""
+    transient = slot_bytes_of(plan.layout, plan.tiled)
+    if plan.host is not None:
+        return plan.host.planned_bytes + transient
+    return plan.in_memory_bytes + transient
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

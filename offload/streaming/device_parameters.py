@@ -1,0 +1,164 @@
+"""Parameters that live on a device: updates change them in host memory, and copies follow."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from offload.devices import Copy, Device
+from offload.layout import FlatShard, ModelLayout, PlacedParameter
+from offload.memory import Region, memory_of
+
+_COLUMNS = 4093
+"""Of the sums that show whether bytes changed: a prime, so that what moves in steps of a power of
+two, such as a row of a matrix, comes into another column."""
+
+
+class DeviceParameters:
+    """The flat shards of a model on a device, beside those in host memory that updates change.
+
+    [Note: a step's copies to a device]
+    Between steps the device's bytes are the parameters. A step's updates write those in host
+    memory, which they read too, and what a record's update changed is copied up at once. So passes
+    move no parameter, and a step moves each that it changed once. Nothing else is copied: what has
+    no update is not hidden while others wait for theirs, and the user may change it meanwhile.
+
+    [Note: edits that no counter shows]
+    Users write through `parameter.data`, which moves no version counter. In host memory such an
+    edit would simply be there; here the next copy would undo it. So when the copies of a shard have
+    arrived the device sums its bytes, and sums them again before the next step or commit: one read
+    of them each time. Where sums differ, or where a step changed only a part of the shard, its
+    parameters are brought down and compared.
+
+    Attributes:
+        flat: The shards on the device, by name, 1-D.
+
+    Ownership: From `send` to the next `begin` host and device memory belong to the copies.
+    Concurrency: `send` in the thread that updates; the rest in the one that runs the model.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        host: Mapping[str, torch.Tensor],
+        *,
+        region: Region,
+        device: Device,
+    ) -> None:
+        """Cuts the region; there are no values in it yet.
+
+        Args:
+            layout: Of the model.
+            host: The flat shards in host memory, by name, each padded to the transfer alignment.
+            region: Device memory for all units, end to end.
+            device: Where it is.
+        """
+        self.flat: dict[str, torch.Tensor] = {}
+        self._host = host
+        self._device = device
+        self._layout = layout
+        self._bases: list[torch.Tensor] = []
+        self._unit_of: dict[str, int] = {}
+        offset = 0
+        for number, unit in enumerate(layout.units):
+            base = device.tensor_over(region[offset : offset + unit.num_bytes])
+            offset += unit.num_bytes
+            self._bases.append(base)
+            for shard in unit.shards:
+                memory = base[shard.offset_bytes : shard.offset_bytes + shard.num_bytes]
+                self.flat[shard.name] = memory.view(getattr(torch, shard.dtype))
+                self._unit_of[shard.name] = number
+        self._sent: list[list[Copy]] = [[] for _ in layout.units]
+        # Of each shard as it was last known to be what host memory has; None: it is to be compared.
+        self._sums: dict[str, torch.Tensor | None] = dict.fromkeys(self.flat)
+        # Of each shard: elements of parameters, and how many of them this step has sent.
+        self._num_elements = {
+            name: sum(placed.facts.num_elements for placed in shard.parameters)
+            for name, shard in layout.shards.items()
+        }
+        self._num_sent = dict.fromkeys(self.flat, 0)
+
+    def begin(self) -> None:
+        """Makes host memory free to change; copies from now on follow what was computed so far."""
+        for copies in self._sent:
+            for copy in copies:
+                copy.synchronize()
+            copies.clear()
+        self._num_sent = dict.fromkeys(self.flat, 0)
+        self._device.note_uses(self._bases)
+
+    def send(self, shard: str, start: int, stop: int) -> None:
+        """Starts copying elements of a flat shard to the device."""
+        flat, source = self.flat[shard], memory_of(self._host[shard])
+        begin, end = start * flat.element_size(), stop * flat.element_size()
+        into = flat.view(torch.uint8)[begin:end]
+        copy = self._device.copy_in(source[begin:end], into)
+        self._sent[self._unit_of[shard]].append(copy)
+        self._sums[shard] = None
+        self._num_sent[shard] += sum(
+            max(min(stop, placed.stop) - max(start, placed.start), 0)
+            for placed in self._layout.shards[shard].parameters
+        )
+
+    def send_all(self) -> None:
+        """Starts copying every parameter to the device."""
+        for name, flat in self.flat.items():
+            self.send(name, 0, len(flat))
+
+    def wait(self, unit: int) -> None:
+        """Orders what is computed from now on after the copies of a unit."""
+        for copy in self._sent[unit]:
+            copy.wait()
+        for shard in self._layout.units[unit].shards:
+            is_whole = self._num_sent[shard.name] == self._num_elements[shard.name]
+            if is_whole and self._sums[shard.name] is None:
+                self._sums[shard.name] = self._sum(shard)
+
+    def wait_all(self) -> None:
+        """As `wait`, for every unit."""
+        for unit in range(len(self._sent)):
+            self.wait(unit)
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Copies parameters that the user changed on the device to host memory, and waits."""
+        copies: list[Copy] = []
+        for name in names:
+            shard, placed = self._layout.parameters[name]
+            part = slice(placed.start, placed.stop)
+            source, into = self.flat[shard.name][part], self._host[shard.name][part]
+            copies.append(self._device.copy_out(source, into))
+        for copy in copies:
+            copy.synchronize()
+
+    def changed(self) -> list[str]:
+        """Returns the parameters whose bytes on the device are not those in host memory.
+
+        What was sent must have arrived. See [Note: edits that no counter shows].
+        """
+        found: list[str] = []
+        for shard in self._layout.shards.values():
+            sums, known = self._sum(shard), self._sums[shard.name]
+            if known is None or not torch.equal(sums, known):
+                found += [p.facts.name for p in shard.parameters if self._differs(shard, p)]
+                self._sums[shard.name] = sums
+        return found
+
+    def _differs(self, shard: FlatShard, placed: PlacedParameter) -> bool:
+        part = slice(placed.start, placed.stop)
+        found, known = self.flat[shard.name][part].cpu(), self._host[shard.name][part]
+        return not torch.equal(found.view(torch.uint8), known.view(torch.uint8))
+
+    def _sum(self, shard: FlatShard) -> torch.Tensor:
+        base, start = self._bases[self._unit_of[shard.name]], shard.offset_bytes
+        return sums_of(base[start : start + shard.padded_bytes])
+
+
+def sums_of(memory: torch.Tensor) -> torch.Tensor:
+    """Returns sums over bytes, eight at a time, that differ when what is there was changed."""
+    words = memory.view(torch.int64)
+    num_whole = len(words) // _COLUMNS * _COLUMNS
+    if not num_whole:
+        return words.clone()
+    sums = words[:num_whole].view(-1, _COLUMNS).sum(0)
+    rest = words[num_whole:]
+    sums[: len(rest)] += rest
+    return sums

@@ -1,0 +1,170 @@
+"""A window of some bytes: how many records it holds, how large these are, and what is left."""
+
+from dataclasses import replace
+
+import pytest
+
+from offload.layout import ParameterFacts, UnitFacts, build_layout
+from offload.plan.host import plan_host
+from offload.plan.machine_profile import MachineProfile, PathProfile
+from offload.plan.record_size import choose_records
+from offload.plan.window import (
+    WINDOW_BYTES,
+    cut_window,
+    cut_window_beside_cache,
+    is_left_for_reads,
+    window_bytes_for,
+)
+from offload.sizes import MIB
+
+STATE, BESIDE = 10 * MIB, 2 * MIB
+"""Of a record of 2^20 bf16 parameters under codec `split`."""
+
+
+def layout_of(num_units, *, elements=1 << 20, record_elements=1 << 20):
+    units = [
+        UnitFacts(
+            name=f"u{index}",
+            parameters=(ParameterFacts(name=f"u{index}.p", shape=(elements,), dtype="bfloat16"),),
+        )
+        for index in range(num_units)
+    ]
+    return build_layout(units, codec="split", record_elements=record_elements)
+
+
+def plan(layout, budget_bytes, *, parameters="storage", **options):
+    return plan_host(
+        layout, budget_bytes=budget_bytes, parameters=parameters, optimizer="storage", **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("window_bytes", "count"),
+    [(0, 1), (12 * MIB, 1), (24 * MIB - 1, 1), (24 * MIB, 2), (64 * MIB, 5), (1 << 40, 9)],
+)
+def test_a_window_holds_as_many_records_as_its_bytes_do(window_bytes, count):
+    found = cut_window(window_bytes, state_bytes=STATE, beside_bytes=BESIDE, num_records=9)
+
+    assert (found.num_buffers, found.num_places) == (count, count)
+    assert found.num_bytes == count * (STATE + BESIDE)
+
+
+def test_smaller_records_give_more_in_flight_in_the_same_bytes():
+    few = cut_window(WINDOW_BYTES, state_bytes=STATE, beside_bytes=BESIDE, num_records=999)
+    many = cut_window(
+        WINDOW_BYTES, state_bytes=STATE // 4, beside_bytes=BESIDE // 4, num_records=999
+    )
+
+    assert many.num_places >= 4 * few.num_places
+    assert max(few.num_bytes, many.num_bytes) <= WINDOW_BYTES
+
+
+@pytest.mark.parametrize("free_mib", [12, 13, 48, 64, 100, 256, 1 << 20])
+@pytest.mark.parametrize("beside", [0, BESIDE, STATE])
+@pytest.mark.parametrize("num_records", [1, 5, 999])
+def test_beside_a_cache_there_are_places_for_records_that_bring_their_state(
+    free_mib, beside, num_records
+):
+    free = free_mib * MIB
+    found = cut_window_beside_cache(
+        WINDOW_BYTES,
+        free_bytes=max(free, STATE + beside),
+        state_bytes=STATE,
+        beside_bytes=beside,
+        num_records=num_records,
+    )
+
+    assert 1 <= found.num_buffers <= found.num_places <= num_records
+    assert found.num_bytes <= max(min(WINDOW_BYTES, free), STATE + beside)
+    if free_mib >= 256 and beside <= BESIDE:
+        assert found.num_buffers >= min(4, num_records)
+        assert found.num_places >= min(12, num_records)
+
+
+def test_what_a_short_budget_has_goes_to_the_cache_before_a_longer_window():
+    layout = layout_of(40)
+    smallest = plan(layout, 0).smallest_bytes
+
+    found = plan(layout, smallest + 160 * MIB, keeps_records=True, prefetch_distance=0)
+
+    assert found.num_buffers == 4
+    assert found.num_cached >= 8
+    assert found.planned_bytes <= smallest + 160 * MIB
+
+
+@pytest.mark.parametrize("keeps_records", [False, True])
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+@pytest.mark.parametrize("extra_mib", [0, 7, 24, 70, 300, 4000])
+def test_no_plan_exceeds_its_budget_or_its_window(keeps_records, parameters, extra_mib):
+    layout = layout_of(30)
+    smallest = plan(layout, 0, parameters=parameters).smallest_bytes
+    budget = smallest + extra_mib * MIB
+
+    found = plan(
+        layout, budget, parameters=parameters, keeps_records=keeps_records, window_bytes=40 * MIB
+    )
+
+    assert found.planned_bytes <= budget
+    assert found.window_bytes <= 40 * MIB
+    assert found.num_buffers >= 1
+
+
+def test_a_third_of_the_places_is_left_for_records_that_must_be_read():
+    assert [is_left_for_reads(free, 12) for free in (12, 5, 4, 0)] == [False, False, True, True]
+    assert not is_left_for_reads(1, 1)  # else one place would never be taken by what is cached
+
+
+def test_the_window_follows_the_measured_queues_unless_it_is_asked_for(tmp_path):
+    deep = PathProfile(
+        path=str(tmp_path),
+        backend="io_uring",
+        direct=True,
+        block_bytes=MIB,
+        queue_depth=64,
+        read_bytes_per_s=1e9,
+        write_bytes_per_s=1e9,
+        mixed_bytes_per_s=5e8,
+        measured_at="2026-11-30",
+    )
+    shallow = replace(deep, queue_depth=8)
+
+    def found(asked, *profiles):
+        return window_bytes_for(asked, [tmp_path / "store"], MachineProfile(paths=profiles))
+
+    assert found(None) == found(None, shallow) == WINDOW_BYTES
+    assert found(None, deep) == 128 * MIB
+    assert found(16 * MIB, deep) == 16 * MIB
+
+
+def chosen(budget_bytes, *, num_units=64, **options):
+    def plan_with(record_elements):
+        layout = layout_of(num_units, record_elements=record_elements)
+        return layout, plan(layout, budget_bytes, **options)
+
+    return choose_records(plan_with)
+
+
+def test_records_are_the_largest_of_which_enough_are_in_the_window():
+    assert chosen(1 << 40)[0].record_elements == 1 << 20
+    assert chosen(1 << 40, window_bytes=30 * MIB)[0].record_elements == 1 << 19
+
+
+def test_records_that_fill_no_block_are_only_for_budgets_that_hold_no_others():
+    # 2^19 elements: 5 MiB of state and 1 MiB of parameters beside gradients and one slot.
+    fixed = 64 * 2 * MIB + 2 * MIB
+    layout, found = chosen(fixed + 6 * MIB)
+    small, smaller = chosen(fixed + 6 * MIB - 1), chosen(fixed + 1 * MIB)
+
+    assert found.fits
+    assert layout.record_elements == 1 << 19
+    assert small[1].fits
+    assert small[0].record_elements == 1 << 18
+    assert smaller[0].record_elements == 1 << 16
+
+
+def test_the_smallest_budget_is_that_of_the_smallest_records_and_it_fits():
+    smallest = chosen(1 << 40)[1].smallest_bytes
+
+    assert chosen(0)[1].smallest_bytes == smallest
+    assert chosen(smallest)[1].fits
+    assert not chosen(smallest - 1)[1].fits
