@@ -12,6 +12,8 @@ from setuptools._distutils.sysconfig import customize_compiler
 DIRECTORY = Path(__file__).resolve().parent
 SOURCES = (
     "aio.c",
+    "request.c",
+    "pieces.c",
     "backend_fault.c",
     "backend_libaio.c",
     "backend_threads.c",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* queue.h - what aio.c and the backends share; not installed. */
+/* queue.h - what the queue's files and the backends share; not installed. */
 #ifndef OFL_AIO_QUEUE_H
 #define OFL_AIO_QUEUE_H
 
@@ -10,6 +10,7 @@
 
 #include "aio.h"
 
+#define OFL_AIO_NS_PER_S       1000000000LL
 #define OFL_AIO_NUM_PRIORITIES 3
 #define OFL_AIO_NUM_OPERATIONS 2
 /* One part in so many of the pieces in flight is kept for the less urgent direction. */
@@ -121,6 +122,15 @@ extern const struct ofl_aio_backend_ops ofl_aio_backend_fault;
 /* As ofl_aio_open(), with a backend that has no name there. */
 int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,
 		      const struct ofl_aio_options *options, struct ofl_aio **queue);
+
+int64_t ofl_aio_now_ns(void); /* of the clock that no change of the time moves */
+
+/* Both holds are taken.  Returns 0 or -ENOMEM or another -errno. */
+int ofl_aio_create_request(const struct ofl_aio_transfer *transfer,
+			   struct ofl_aio_request **request);
+
+/* Wake the waiters and give up the queue's hold.  Called without queue->lock. */
+void ofl_aio_announce_done(struct ofl_aio_request *request);
 
 /* Cut the next piece, if there is one.  Called with queue->lock held. */
 bool ofl_aio_take(struct ofl_aio *queue, struct ofl_aio_piece *piece);

@@ -220,10 +220,11 @@ static OFL_TARGET uint64_t read_words(const uint64_t *words, size_t num_words)
 OFL_INLINE void bare_line(const struct ofl_optim_bare_array *array, char *at, vi key,
 			  vi *folded)
 {
-	vi x = key;
+	vi x = vi_set1(OFL_OPTIM_BARE_BITS);
 
 	if (array->is_read)
-		x = vi_add(vf_as_vi(vf_load((const float *)(void *)at)), key);
+		x = vf_as_vi(vf_load((const float *)(void *)at));
+	x = vi_add(x, key);
 	if (!array->is_written)
 		*folded = vi_add(*folded, x);
 	else

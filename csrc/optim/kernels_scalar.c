@@ -240,7 +240,9 @@ static void bare(const struct ofl_optim_bare_array *arrays, size_t num_arrays,
 			(stop - start) * arrays[a].itemsize / sizeof(*words);
 
 		for (size_t i = 0; i < num_words; i++) {
-			uint32_t x = (arrays[a].is_read ? words[i] : 0) + (uint32_t)key;
+			uint32_t x =
+				(arrays[a].is_read ? words[i] : OFL_OPTIM_BARE_BITS) +
+				(uint32_t)key;
 
 			folded += x;
 			if (arrays[a].is_written)

@@ -214,7 +214,7 @@ int ofl_optim_read(struct ofl_optim_pool *pool, int variant, const void *data,
  * Read and write what an update of these operands would, in the same slices, and
  * compute nothing: what the memory can do with so many arrays.  Arrays are aligned to
  * 64 bytes; the elements after the last multiple of 64 are left out.  Values stay as
- * they are, except that under OFL_OPTIM_FP32 the parameter becomes 0.
+ * they are, except that under OFL_OPTIM_FP32 each parameter becomes 0x3f80: 1 in bf16.
  */
 int ofl_optim_bare_pass(struct ofl_optim_pool *pool, int variant,
 			const struct ofl_optim_operands *operands);

@@ -175,8 +175,8 @@ class NativeKernels:
     def bare_pass(self, operands: Operands) -> None:
         """Reads and writes what `update` would, and computes nothing: what the memory can do.
 
-        Under codec `fp32` the parameter becomes 0; all else stays as it is. The last elements that
-        fill no vector are left out.
+        Under codec `fp32` a bf16 parameter becomes 1; all else stays as it is. The last elements
+        that fill no vector are left out.
         """
         native.bare_pass(self.name, _checked_arrays(operands, (), ()), num_threads=self.num_threads)
 

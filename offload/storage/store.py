@@ -17,12 +17,7 @@ from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.opening import FoundStore, find_store
 from offload.storage.ownerships import Ownerships
 from offload.storage.recovery import configs_of, load_commit, require_readable, settle_paths
-from offload.storage.store_directories import (
-    check_distinct,
-    check_replaceable,
-    delete_leftovers,
-    make_directories,
-)
+from offload.storage.store_directories import check_distinct, take_new_directories
 from offload.storage.store_parts import StoreParts, make_parts
 from offload.storage.store_paths import OpenPath, PathEngine, StorePath, open_paths
 from offload.storage.store_state import StoreState
@@ -129,18 +124,10 @@ class BlockStore:
         """
         self._require(StoreState.CLOSED, what="create")
         roots = [config.root for config in self._configs]
-        for root in roots:
-            check_replaceable(root)
-        created_in = list(roots)
-        for root in roots:
-            created_in.extend(make_directories(root))
         try:
-            self._ownerships.acquire(roots)
-            for root in roots:
-                check_replaceable(root)  # it may have changed before the store was owned
-                delete_leftovers(root)
+            created_in = take_new_directories(roots, acquire=self._ownerships.acquire)
             self._start(self._configs, creates=range(len(roots)), store_id=uuid.uuid4().hex)
-            self._open_parts.commits.start_empty(tuple(dict.fromkeys(created_in)))
+            self._open_parts.commits.start_empty(created_in)
         except BaseException:
             self.close()
             raise
@@ -402,13 +389,7 @@ class BlockStore:
         Raises:
             StoreError: There is none of that name.
         """
-        parts = self._open_parts
-        head = parts.commits.checkpoint_heads().get(name)
-        versions = parts.versions.checkpoint(name)
-        assert head is not None, "a checkpoint that keeps versions has a head"
-        parts.transfers.wait_all()
-        parts.versions.restore(versions)
-        return head
+        return self._open_parts.load(name)
 
     def checkpoint_records(self, name: str) -> dict[str, Version]:
         """Returns what a checkpoint keeps, by record name."""
@@ -441,13 +422,9 @@ class BlockStore:
         require_readable(found, root=self.root, advice=advice)
         configs = configs_of(found, self._configs, read_only=read_only)
         added = range(manifest.num_paths, len(configs))
-        created_in: list[Path] = []
-        for index in added:
-            check_replaceable(configs[index].root)
-            created_in.extend((configs[index].root, *make_directories(configs[index].root)))
-        self._ownerships.acquire([configs[index].root for index in added])
-        for index in added:
-            delete_leftovers(configs[index].root)
+        created_in = take_new_directories(
+            [configs[index].root for index in added], acquire=self._ownerships.acquire
+        )
         self._start(
             configs,
             creates=added,
@@ -462,7 +439,7 @@ class BlockStore:
         load_commit(
             parts,
             manifest,
-            created_in=tuple(created_in),
+            created_in=created_in,
             read_only=read_only,
             describe=self._describe,
         )

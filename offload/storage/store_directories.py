@@ -1,6 +1,6 @@
 """The directories of a store: what may be made or replaced there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload.errors import ConfigError, StoreError
@@ -20,7 +20,36 @@ def check_distinct(roots: Sequence[Path]) -> None:
             )
 
 
-def check_replaceable(root: Path) -> None:
+def take_new_directories(
+    roots: Sequence[Path], *, acquire: Callable[[Sequence[Path]], None]
+) -> tuple[Path, ...]:
+    """Makes directories of a store where nothing is, and owns them.
+
+    What a run left there that ended before its first commit is deleted.
+
+    Args:
+        roots: Absent, empty, or such leftovers.
+        acquire: Takes the ownership of all of them, or raises.
+
+    Returns:
+        The directories in which something was made.
+
+    Raises:
+        StoreError: Something else is there.
+    """
+    for root in roots:
+        _check_replaceable(root)
+    created_in = list(roots)
+    for root in roots:
+        created_in.extend(_make_directories(root))
+    acquire(roots)
+    for root in roots:
+        _check_replaceable(root)  # it may have changed before it was owned
+        _delete_leftovers(root)
+    return tuple(dict.fromkeys(created_in))
+
+
+def _check_replaceable(root: Path) -> None:
     """Checks that nothing in `root` is worth keeping or another's."""
     try:
         names = sorted(path.name for path in root.iterdir())
@@ -56,7 +85,7 @@ def _is_data(name: str) -> bool:
     return is_data_file_name(name) or name == SPILL_NAME
 
 
-def delete_leftovers(root: Path) -> None:
+def _delete_leftovers(root: Path) -> None:
     """Deletes what a run left that ended before its first commit."""
     ManifestFiles(root).delete_temporaries()
     for path in root.iterdir():
@@ -64,7 +93,7 @@ def delete_leftovers(root: Path) -> None:
             path.unlink()
 
 
-def make_directories(root: Path) -> tuple[Path, ...]:
+def _make_directories(root: Path) -> tuple[Path, ...]:
     """Makes `root` and what is missing above it; returns the directories made anew in."""
     missing = []
     at = root.absolute()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offload.errors import ConfigError
 from offload.policy import Striping
@@ -56,6 +57,15 @@ class StoreParts:
             root = self.paths[extent.path_index].root
             found[root] = found.get(root, 0) + extent.num_blocks * self.block_bytes
         return found
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Makes the versions of a checkpoint current and returns its head."""
+        head = self.commits.checkpoint_heads().get(name)
+        versions = self.versions.checkpoint(name)
+        assert head is not None, "a checkpoint that keeps versions has a head"
+        self.transfers.wait_all()
+        self.versions.restore(versions)
+        return head
 
     def stats(self) -> StoreStats:
         """Returns the counters."""
