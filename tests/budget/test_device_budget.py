@@ -66,4 +66,4 @@ def test_no_device_budget_is_exceeded_by_plan_or_peak(tmp_path, monkeypatch, ext
 
         planned = session._wrapped.device_plan.planned_bytes
         assert least <= planned <= budget
-        assert session.stats().device_peak_bytes == planned
+        assert least <= session.stats().device_peak_bytes <= planned
