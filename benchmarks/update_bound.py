@@ -32,6 +32,7 @@ from offload.bench.update_options import UpdateOptions, made_up_layout
 from offload.optim.kernels import load_kernels
 from offload.plan.host import plan_host
 from offload.plan.machine import Machine, PathRates
+from offload.plan.window import WINDOW_BYTES
 from offload.runs.probe import ProbeSize, probe_update
 from offload.storage.faults import FaultPlan
 
@@ -58,6 +59,7 @@ def main():
     parser.add_argument(
         "--overlap", choices=("none", "forward", "backward", "both"), default="none"
     )
+    parser.add_argument("--window", type=int, default=64, help="MiB of records in flight.")
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.overlap != "none":
@@ -180,11 +182,12 @@ def measure(paths, arguments, share, *, machine, faults=(), on_step=None):
         UpdateOptions(
             parameters=parameters,
             paths=paths,
-            host_memory_bytes=memory_for(parameters, share),
+            host_memory_bytes=memory_for(parameters, share, window_bytes=arguments.window * MIB),
             order=order,
             striping=arguments.striping,
             overlap=arguments.overlap,
             compute_s=arguments.compute_s,
+            window_bytes=arguments.window * MIB,
             steps=arguments.steps,
             machine=machine,
             faults=faults,
@@ -193,12 +196,12 @@ def measure(paths, arguments, share, *, machine, faults=(), on_step=None):
     )
 
 
-def memory_for(parameters, share):
+def memory_for(parameters, share, *, window_bytes=WINDOW_BYTES):
     """Returns the least memory whose cache holds `share` of the records."""
     layout = made_up_layout(parameters, codec="split")
     wanted = round(share * len(layout.records))
     if not wanted:
-        return 4 * parameters + 150 * MIB
+        return 4 * parameters + window_bytes + 90 * MIB
     low, high = 4 * parameters, 40 * parameters + 1000 * MIB
     while high - low > MIB:
         middle = (low + high) // 2
@@ -208,6 +211,7 @@ def memory_for(parameters, share):
             parameters="host",
             optimizer="storage",
             keeps_records=True,
+            window_bytes=window_bytes,
         )
         low, high = (middle, high) if plan.num_cached < wanted else (low, middle)
     return high

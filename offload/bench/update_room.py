@@ -30,6 +30,7 @@ def host_plan(options: UpdateOptions) -> HostPlan:
         parameters="host",
         optimizer="storage",
         keeps_records=_keeps_records(options),
+        window_bytes=options.window_bytes,
     )
 
 

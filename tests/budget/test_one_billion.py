@@ -42,6 +42,8 @@ def test_one_billion_parameters_train_in_three_gibibytes(run_dir: Path, cgroup: 
     assert result["validation_loss_after"] < result["validation_loss_before"] - 0.5
     assert budget == 2 << 30
     assert result["host_peak_bytes"] <= budget
+    allowed = int(1.05 * budget) + result["rss_baseline_bytes"] + result["activation_peak_bytes"]
+    assert result["rss_peak_bytes"] <= allowed
     for direction in ("read", "write"):
         moved = result[f"{direction}_bytes_per_step"]
         assert moved == pytest.approx(result[f"formula_{direction}_bytes_per_step"], rel=0.01)
