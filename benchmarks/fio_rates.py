@@ -1,10 +1,9 @@
 """What fio moves on a path: the rates of a bound."""
 
 import contextlib
-import json
-import subprocess
-from dataclasses import dataclass
 from itertools import product
+
+from fio import FioSetting, run_fio
 
 from offload.plan.machine import PathRates
 
@@ -15,18 +14,6 @@ SWEEP_MS = 400
 MEASURE_MS = 600
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FioSetting:
-    """One setting of fio; the default is near the best of most drives."""
-
-    engine: str = "libaio"
-    block: str = "1m"
-    depth: int = 16
-
-    def __str__(self):
-        return f"{self.engine}, {self.block} x {self.depth}"
-
-
 def best_setting(directory, *, size):
     """Returns the setting that moves most both ways at once: the best four again three times."""
     settings = [
@@ -34,10 +21,10 @@ def best_setting(directory, *, size):
         for engine, block, depth in product(ENGINES, BLOCKS, DEPTHS)
     ]
     with laid_out(directory, size=size) as file:
-        found = {each: run_fio(file, "rw", each, size=size, ms=SWEEP_MS) for each in settings}
+        found = {each: _rate(file, "rw", each, size=size, ms=SWEEP_MS) for each in settings}
         finalists = sorted(settings, key=found.__getitem__, reverse=True)[:4]
         for _, setting in product(range(3), finalists):
-            rate = run_fio(file, "rw", setting, size=size, ms=SWEEP_MS)
+            rate = _rate(file, "rw", setting, size=size, ms=SWEEP_MS)
             found[setting] = max(found[setting], rate)
     return max(finalists, key=found.__getitem__)
 
@@ -45,7 +32,7 @@ def best_setting(directory, *, size):
 def fio_rates(file, *, setting, size, ms=MEASURE_MS):
     """Returns the rates of the path of a file that is laid out, now: each measured for `ms`."""
     read, write, mixed = (
-        run_fio(file, kind, setting, size=size, ms=ms) for kind in ("read", "write", "rw")
+        _rate(file, kind, setting, size=size, ms=ms) for kind in ("read", "write", "rw")
     )
     return PathRates(
         path=str(file.parent),
@@ -66,14 +53,8 @@ def laid_out(directory, *, size):
         file.unlink(missing_ok=True)
 
 
-def run_fio(file, rw, setting, *, size, ms=None):
-    """Returns the bytes/s of both directions together, for `ms`, or over the file once."""
-    timed = () if ms is None else ("--time_based", f"--runtime={ms}ms")
-    command = [
-        "fio", "--name=x", f"--filename={file}", f"--size={size}", f"--rw={rw}",
-        f"--bs={setting.block}", f"--iodepth={setting.depth}", f"--ioengine={setting.engine}",
-        "--direct=1", "--thread", "--output-format=json", *timed,
-    ]  # fmt: skip
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    job = json.loads(text[text.index("{") :])["jobs"][0]
+def _rate(file, rw, setting, *, size, ms):
+    """Returns the bytes/s of both directions together, for `ms`."""
+    options = ("--time_based", f"--runtime={ms}ms")
+    job = run_fio(file, rw, setting, size=size, options=options)
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fio import FioSetting, run_fio
+
 from offload.bench.bench_file import bench_file
 from offload.bench.environment import describe_environment
 from offload.bench.stream import Budget, Stream
@@ -42,19 +44,6 @@ COMPILED = BACKENDS[:-1]
 CHOICE_ROUNDS = 3
 MIN_RATE_RATIO = 0.98
 MAX_CPU_RATIO = 1.20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting of fio."""
-
-    engine: str
-    block: str
-    depth: int
-
-    @property
-    def block_bytes(self) -> int:
-        return parse_size({"k": "KiB", "m": "MiB"}[self.block[-1]].join([self.block[:-1], ""]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,33 +87,27 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_fio(file: Path, rw: str, setting: Setting, size: int, *extra: str) -> Run:
-    command = [
-        "fio", "--name=x", f"--filename={file}", f"--size={size}", f"--rw={rw}",
-        f"--bs={setting.block}", f"--ioengine={setting.engine}", f"--iodepth={setting.depth}",
-        "--direct=1", "--thread", "--output-format=json", *extra,
-    ]  # fmt: skip
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    job = json.loads(text[text.index("{") :])["jobs"][0]
+def measure_fio(file: Path, rw: str, setting: FioSetting, size: int, *options: str) -> Run:
+    job = run_fio(file, rw, setting, size=size, options=options)
     moved = job[rw]["io_bytes"]
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     return Run(bytes_per_s=job[rw]["bw_bytes"], cpu_s_per_gib=cpu_s / moved * GIB)
 
 
-def sweep(file: Path, rw: str, options: argparse.Namespace) -> Setting:
+def sweep(file: Path, rw: str, options: argparse.Namespace) -> FioSetting:
     """Returns fio's best setting."""
-    run_fio(file, "write", Setting(engine="libaio", block="4m", depth=8), options.size)
+    measure_fio(file, "write", FioSetting(engine="libaio", block="4m", depth=8), options.size)
     runtime = f"--runtime={round(1000 * options.sweep_s)}ms"
     timed = ("--time_based", runtime, "--end_fsync=1", *options.fio_option)
     found = {}
     for block in ("1m",) if options.quick else BLOCKS:
         for depth in (4,) if options.quick else DEPTHS:
             for engine in ENGINES:
-                setting = Setting(engine=engine, block=block, depth=depth)
-                found[setting] = run_fio(file, rw, setting, options.size, *timed).bytes_per_s
+                setting = FioSetting(engine=engine, block=block, depth=depth)
+                found[setting] = measure_fio(file, rw, setting, options.size, *timed).bytes_per_s
     finalists = sorted(found, key=found.__getitem__, reverse=True)[:4]
     rounds = [
-        [run_fio(file, rw, each, options.size, *timed).bytes_per_s for each in finalists]
+        [measure_fio(file, rw, each, options.size, *timed).bytes_per_s for each in finalists]
         for _ in range(3)
     ]
     medians = [statistics.median(rates) for rates in zip(*rounds, strict=True)]
@@ -136,7 +119,7 @@ def sweep(file: Path, rw: str, options: argparse.Namespace) -> Setting:
     return best
 
 
-def compare(best: dict[str, Setting], options: argparse.Namespace) -> dict[str, Any]:
+def compare(best: dict[str, FioSetting], options: argparse.Namespace) -> dict[str, Any]:
     comparisons = {}
     for rw, setting in best.items():
         with bench_file(options.directory, buffered=False) as file, ExitStack() as stack:
@@ -162,7 +145,11 @@ def compare(best: dict[str, Setting], options: argparse.Namespace) -> dict[str, 
 
 
 def open_stream(
-    stack: ExitStack, backend: str, file: StorageFile, setting: Setting, options: argparse.Namespace
+    stack: ExitStack,
+    backend: str,
+    file: StorageFile,
+    setting: FioSetting,
+    options: argparse.Namespace,
 ) -> Stream:
     settings = PathSettings(
         root=options.directory,
@@ -203,7 +190,7 @@ def run_engine(stream: Stream, rw: str) -> Run:
 def run_pair(
     index: int,
     rw: str,
-    setting: Setting,
+    setting: FioSetting,
     file: Path,
     stream: Stream,
     options: argparse.Namespace,
@@ -212,7 +199,7 @@ def run_pair(
     flush = ("--end_fsync=1",) if rw == "write" else ()
 
     def fio() -> Run:
-        return run_fio(file, rw, setting, options.size, *flush, *options.fio_option)
+        return measure_fio(file, rw, setting, options.size, *flush, *options.fio_option)
 
     def ours() -> Run:
         return run_engine(stream, rw)
@@ -223,7 +210,7 @@ def run_pair(
     return fio(), ours()
 
 
-def judge(setting: Setting, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+def judge(setting: FioSetting, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     rate_ratios = [ours.bytes_per_s / fio.bytes_per_s for fio, ours in pairs]
     cpu_ratios = [ours.cpu_s_per_gib / fio.cpu_s_per_gib for fio, ours in pairs]
     rate, cpu = statistics.median(rate_ratios), statistics.median(cpu_ratios)

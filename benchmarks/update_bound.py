@@ -21,7 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fio_rates import FioSetting, best_setting, fio_rates, laid_out
+from fio import FioSetting
+from fio_rates import best_setting, fio_rates, laid_out
 from termination import exits_on_sigterm
 from throttled_paths import throttled
 

@@ -2,7 +2,7 @@
 
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget
-from offload.memory.heap import trim_heap
+from offload.memory.heap import large_blocks_mapped, trim_heap, trim_heap_beyond
 from offload.memory.pool import Region, Slot, SlotPool
 from offload.memory.storages import memory_of, storage_over, view_as
 
@@ -12,8 +12,10 @@ __all__ = [
     "Region",
     "Slot",
     "SlotPool",
+    "large_blocks_mapped",
     "memory_of",
     "storage_over",
     "trim_heap",
+    "trim_heap_beyond",
     "view_as",
 ]

@@ -1,14 +1,81 @@
 """The C library's heap, which keeps freed memory unless it is told to give it back."""
 
+import contextlib
 import ctypes
+import os
+from collections.abc import Callable, Iterator
+
+from offload.sizes import KIB, MIB
+
+# Source: mallopt(3) and glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_FIRST_MMAP_THRESHOLD = 128 * KIB
+"""Blocks of this size have a mapping of their own until glibc raises the threshold."""
+_LAST_MMAP_THRESHOLD = 32 * MIB
+"""glibc raises it no further."""
 
 
 def trim_heap() -> bool:
     """Returns freed heap memory to the kernel; False where the C library cannot.
 
-    Source: malloc_trim(3). glibc raises its threshold for mapping a block on its own with the
-        blocks it frees, up to 32 MiB: parameters that were built and moved to an arena leave
-        holes in the heap that no later block fits exactly.
+    Source: malloc_trim(3).
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _function("malloc_trim")
     return trim is not None and bool(trim(0))
+
+
+def trim_heap_beyond(free_bytes: int) -> bool:
+    """Does so if more than `free_bytes` of the heap are free; returns whether it did.
+
+    A forward leaves holes between the activations that it keeps, which none of the gradients fits:
+    backward grows the heap instead, and the holes stay resident.
+    """
+    info = _function("mallinfo2")
+    if info is None:
+        return False
+    info.restype = _HeapInfo  # type: ignore[attr-defined]
+    found: _HeapInfo = info()  # type: ignore[assignment]
+    return found.fordblks > free_bytes and trim_heap()
+
+
+class _HeapInfo(ctypes.Structure):
+    """Source: mallinfo(3), `struct mallinfo2`."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+@contextlib.contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Keeps blocks that are taken in this context out of the heap, all but small ones.
+
+    glibc raises its threshold for mapping a block on its own with the blocks it frees, up to
+    32 MiB. A model that is built while others of its parameters are evicted, or moved to an arena,
+    then fills the heap, and leaves holes over as many bytes as it has; what steps take later is
+    strewn over these holes, and no page of them ever goes back. Mapped blocks leave none.
+
+    Afterwards the threshold is the highest that glibc raises it to by itself: steps take the same
+    blocks again and again, and mapping each anew would cost them time. A threshold that the
+    environment sets is left as it is.
+    """
+    option = None if _is_chosen_by_user() else _function("mallopt")
+    if option is None:
+        yield
+        return
+    option(_MMAP_THRESHOLD, _FIRST_MMAP_THRESHOLD)
+    try:
+        yield
+    finally:
+        option(_MMAP_THRESHOLD, _LAST_MMAP_THRESHOLD)
+        option(_TRIM_THRESHOLD, 2 * _LAST_MMAP_THRESHOLD)
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found
+
+
+def _is_chosen_by_user() -> bool:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tunables

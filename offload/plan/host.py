@@ -69,6 +69,11 @@ class HostPlan:
         return self.state_buffer_bytes * self.num_buffers + beside
 
     @property
+    def workspace_bytes(self) -> int:
+        """What a cache leaves free of the budget."""
+        return self.budget_bytes // WORKSPACE_SHARE
+
+    @property
     def num_gradient_slots(self) -> int:
         """Shards whose spilled gradients are in memory at once."""
         return SPILL_SLOTS if self.gradients.spilled else 0

@@ -18,10 +18,13 @@ from offload.optim.readers import StateParts
 from offload.optim.record_names import parameters_by_record
 from offload.runs.run_directory import find_stores, is_run_directory
 from offload.sizes import MIB
+from offload.storage.dead_stores import find_directories
 from offload.storage.engine import Engine
+from offload.storage.manifest_files import ManifestFiles
 from offload.storage.store import BlockStore
 from offload.storage.summary import peek
 from offload.storage.verify import Progress, VerifyReport, verify
+from offload.streaming.messages import listed
 
 _SCRATCH_BYTES = 8 * MIB
 
@@ -124,14 +127,23 @@ def resolve_store(path: Path) -> Path:
     """Returns the store directory that a run directory names, or `path` itself.
 
     Raises:
-        ConfigError: There is no directory `path`.
+        ConfigError: There is no directory `path`, or there are only stores below it.
     """
     if not path.is_dir():
         raise ConfigError(
             f"cannot find store `{path}`: expected a run directory or a store directory, found "
             f"{'a file' if path.exists() else 'nothing'}; correct the path"
         )
-    return (find_stores(path) or (path,))[0] if is_run_directory(path) else path
+    if is_run_directory(path):
+        return (find_stores(path) or (path,))[0]
+    below = [found.root for found in find_directories(path)]
+    if below and path not in below and not ManifestFiles(path).sequences():
+        raise ConfigError(
+            f"cannot tell which store in `{path}` is meant: expected a run directory or a store "
+            f"directory, found {listed(list(map(str, below)))} in it; name one, such as "
+            f"`offload inspect {below[0]}`"
+        )
+    return path
 
 
 def _digest(store: BlockStore, layout: ModelLayout) -> str:

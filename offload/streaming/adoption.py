@@ -90,6 +90,8 @@ class Adoption:
 
     def make_stored(self, slots: SlotPool[memoryview]) -> None:
         """Writes every unit to the store through a slot; parameters become placeholders."""
+        if self._building is not None:
+            self._building.leave_room(slots.slot_bytes)
         for index, unit in enumerate(self._state.layout.units):
             streamed = StreamedUnit(unit, index, self._parameters)
             if not self._is_resumed and unit.num_bytes > slots.slot_bytes:

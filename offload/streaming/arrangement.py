@@ -12,6 +12,7 @@ from offload.plan.record_size import choose_records
 from offload.plan.tiles import choose_wide
 from offload.sizes import format_size
 from offload.streaming.discovery import DiscoveredModel, discover_units, whole_matrices
+from offload.streaming.messages import listed
 from offload.streaming.model_layout import lay_out
 from offload.streaming.planner import Planner
 from offload.streaming.wide import wide_candidates
@@ -97,6 +98,24 @@ def arrange(
     else:
         wide = choose_wide(candidates, plans_with)
     return try_with(wide) if wide else plain
+
+
+def log_strided(discovered: DiscoveredModel) -> None:
+    """Logs which parameters become contiguous, before they do."""
+    names = [
+        name
+        for unit in discovered.units
+        for name, parameter in unit.parameters.items()
+        # One that was evicted while it was built is an element expanded, and contiguous again.
+        if not parameter.is_contiguous() and any(parameter.stride())
+    ]
+    if names:
+        logger.warning(
+            "parameters that are not contiguous are kept contiguous from now on, with the same "
+            "values: %s; kernels that choose by strides, such as convolutions in `channels_last`, "
+            "may round otherwise",
+            listed(names),
+        )
 
 
 def log_wide(arrangement: Arrangement) -> None:

@@ -8,8 +8,9 @@ from torch import nn
 
 from offload.devices import Device
 from offload.layout import ModelLayout, Unit
-from offload.memory import SlotPool
+from offload.memory import SlotPool, trim_heap_beyond
 from offload.optim.model_state import ModelState
+from offload.streaming.additions import Additions
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.model import StreamedModel
@@ -41,6 +42,19 @@ class Attachment:
         self._parameters = parameters
         self._device = device
         self._staged: StagedUnits | None = None
+        self._additions: Additions | None = None
+
+    def look_for_additions(self) -> None:
+        """Warns of parameters that the model got since it was wrapped.
+
+        Before each forward where modules are attached to, else before each update.
+        """
+        if self._additions is not None:
+            self._additions.look()
+
+    def note_parameters(self) -> None:
+        """Notes which parameters the model has as it is wrapped."""
+        self._additions = Additions(self._model)
 
     def stream(
         self,
@@ -53,6 +67,7 @@ class Attachment:
         prefetch_distance: int,
         on_edit: Callable[[Sequence[str]], None],
         begin_rows: BeginRows | None = None,
+        workspace_bytes: int,
     ) -> None:
         """Attaches so that a call fetches its unit.
 
@@ -65,6 +80,7 @@ class Attachment:
             prefetch_distance: The least.
             on_edit: Called with the names of what the user changed of a unit.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
+            workspace_bytes: What the budget leaves to libraries.
         """
         units = [
             StreamedUnit(
@@ -88,7 +104,14 @@ class Attachment:
             device=self._device,
             stalls=updates.stalls,
         )
-        self.streamed = StreamedModel(self._model, discovered, self.residency, begin_rows)
+        self.streamed = StreamedModel(
+            self._model,
+            discovered,
+            self.residency,
+            begin_rows,
+            on_pass=self.look_for_additions,
+            on_graph=lambda: self._trim(workspace_bytes // 2),
+        )
         self.streamed.open()
 
     def hide_pending(
@@ -112,7 +135,9 @@ class Attachment:
         assert updates.deferred is not None
         resident = ResidentUnits(state.layout, self._parameters, flat, updates.deferred, on_device)
         updates.resident = resident
-        self.streamed = StreamedModel(self._model, discovered, resident)
+        self.streamed = StreamedModel(
+            self._model, discovered, resident, on_pass=self.look_for_additions
+        )
         self.streamed.open()
 
     def give_slots_back(self) -> None:
@@ -122,6 +147,11 @@ class Attachment:
         if self._staged is not None:
             self._staged.drain()
         gc.collect()
+
+    def _trim(self, free_bytes: int) -> None:
+        """Keeps holes of the heap from filling what the budget leaves to libraries."""
+        if self._device.is_unified:  # else activations are not in the heap
+            trim_heap_beyond(free_bytes)
 
     def close(self) -> None:
         """Detaches; may be called again."""

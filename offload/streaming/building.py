@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.errors import BudgetError
-from offload.memory import Arena, storage_over
+from offload.memory import Arena, large_blocks_mapped, storage_over
 from offload.sizes import MIB, format_size, round_up
 from offload.storage.store import BlockStore
 from offload.streaming.unit import placeholder_of
@@ -129,7 +129,8 @@ class Building:
 
         nn.Module.__init__ = init  # type: ignore[assignment, method-assign]
         try:
-            yield
+            with large_blocks_mapped():
+                yield
         finally:
             nn.Module.__init__ = original  # type: ignore[method-assign]
 
@@ -150,6 +151,12 @@ class Building:
         self._resident_bytes += num_bytes
         self._evict(keep=parameter)
         self.peak_bytes = max(self.peak_bytes, self._resident_bytes)
+
+    def leave_room(self, num_bytes: int) -> None:
+        """Lowers the budget by bytes that another owner takes from now on, and keeps to it."""
+        if self._budget_bytes is not None and self._spill is not None:
+            self._budget_bytes = max(self._budget_bytes - num_bytes, 0)
+            self._evict()
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Ends the care for `parameter`, whose values another owner has taken."""
@@ -185,7 +192,7 @@ class Building:
             _make_plain(module)
         self._modules.clear()
 
-    def _evict(self, *, keep: nn.Parameter) -> None:
+    def _evict(self, *, keep: nn.Parameter | None = None) -> None:
         if self._budget_bytes is None:
             return
         for parameter in list(self._resident):

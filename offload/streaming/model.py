@@ -32,6 +32,9 @@ class StreamedModel:
         discovered: DiscoveredModel,
         residency: Residency | ResidentUnits,
         begin_rows: BeginRows | None = None,
+        *,
+        on_pass: Callable[[], None],
+        on_graph: Callable[[], None] = lambda: None,
     ) -> None:
         """Stores its arguments.
 
@@ -40,8 +43,12 @@ class StreamedModel:
             discovered: Its units.
             residency: What brings them.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
+            on_pass: Called before each forward of the model.
+            on_graph: Called after each that autograd has recorded.
         """
         self.model = model
+        self._on_pass = on_pass
+        self._on_graph = on_graph
         self._begin_rows = begin_rows
         self.residency = residency
         self._discovered = discovered
@@ -105,6 +112,8 @@ class StreamedModel:
                 self.residency.release_hold(index, evict=is_unit and not in_backward)
             if is_outermost:
                 self._release(self._until_forward_ends, evict=True)
+                if torch.is_grad_enabled():
+                    self._on_graph()
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in `values` by the parameters' values.
@@ -139,6 +148,7 @@ class StreamedModel:
 
     def _begin_pass(self) -> None:
         """Starts a trace; what an earlier pass left in slots goes, so that bytes are as planned."""
+        self._on_pass()
         # What a backward that raised, or an interrupt, left behind.
         self._until_backward_ends.clear()
         self._until_forward_ends.clear()

@@ -13,6 +13,7 @@ from offload.optim.commit_head import CommitHead
 from offload.plan.host import UNBOUNDED_BYTES
 from offload.storage.store import BlockStore
 from offload.streaming.counters import MovedBytes
+from offload.streaming.unit_modules import own_parameters
 from offload.streaming.wrap_options import Beside
 from offload.streaming.wrapped import WrappedModel
 
@@ -67,7 +68,8 @@ class Models:
                 f"cannot wrap a second model {which}: the session has one; pass another `name`, "
                 'such as `wrap(model, training=False, name="reference")`'
             )
-        for parameter in model.parameters():
+        # Not `model.parameters()`, which brings back what was evicted while it was built.
+        for parameter in (p for module in model.modules() for p in own_parameters(module)):
             if any(other.has(parameter) for other in self._by_name.values()):
                 raise StoreError(
                     "cannot wrap a model that shares parameters with one that is wrapped: "

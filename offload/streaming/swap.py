@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from offload.errors import StoreError
 
 Call = Callable[..., Any]
 
@@ -104,7 +107,8 @@ def attach(module: nn.Module, attachment: Attachment, *, forward: Call | None = 
             "_offload_original": cls,
         }
         base = Streamed if forward is None else InPieces
-        _classes[key] = type(cls.__name__, (base, cls), own)
+        made_by = _keeping_properties(type(cls)) if is_parametrized(module) else type(cls)
+        _classes[key] = made_by(cls.__name__, (base, cls), own)
     if forward is not None:
         _forwards[module] = forward
     _attachments[module] = attachment
@@ -146,6 +150,28 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return module(*args, **kwargs)
+
+
+class _KeepsProperties(type):
+    """The class of swapped classes of parametrized modules.
+
+    torch removes a parametrization by deleting a property of `module.__class__`, which is in the
+    class below a swapped one, and replaces `parameter.data` before.
+    """
+
+    def __delattr__(cls, name: str) -> None:
+        raise StoreError(
+            f"cannot remove the parametrization of `{name}` from a wrapped module: expected it to "
+            "stay as it was at `wrap`, found `remove_parametrizations`; call that before `wrap`, "
+            "or after the session is closed"
+        )
+
+
+def _keeping_properties(metaclass: type[type]) -> type[type]:
+    """Returns a metaclass derived from `metaclass`, of which most modules' is `type`."""
+    if metaclass is type:
+        return _KeepsProperties
+    return type(metaclass.__name__, (_KeepsProperties, metaclass), {})
 
 
 def _new_plain(cls: type[nn.Module]) -> nn.Module:

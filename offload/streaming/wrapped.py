@@ -11,7 +11,7 @@ from torch import nn
 from offload.devices import CpuDevice, Device
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout
-from offload.memory import Budget, trim_heap
+from offload.memory import Budget, large_blocks_mapped, trim_heap
 from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
@@ -26,7 +26,7 @@ from offload.storage.spill import Spill
 from offload.storage.store import BlockStore
 from offload.streaming.activations import Activations, open_activations
 from offload.streaming.adoption import Adoption
-from offload.streaming.arrangement import arrange, log_wide
+from offload.streaming.arrangement import arrange, log_strided, log_wide
 from offload.streaming.attachment import Attachment
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
@@ -131,6 +131,7 @@ class WrappedModel:
             beside_bytes=beside.device_bytes, is_part=beside.has_device_part
         )
         log_wide(arrangement)
+        log_strided(discovered)
         for unit in discovered.units:
             self._parameters.update(unit.parameters)
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -159,6 +160,7 @@ class WrappedModel:
             )
             self.counters.offloaded = self._activations
         self._edits.see()
+        self._attachment.note_parameters()
 
     def close(self) -> None:
         """Applies what is pending and detaches from the model's modules; may be called again.
@@ -233,6 +235,8 @@ class WrappedModel:
                 and no commit is accepted any more.
         """
         self._updates.require_whole("update")
+        if self._attachment.streamed is None:
+            self._attachment.look_for_additions()
         started = time.perf_counter()
         self._updates.finish()
         if self._updates.early is None or not self._updates.early.has_begun:
@@ -452,10 +456,11 @@ class WrappedModel:
             is_resumed=self._is_resumed,
         )
         adoption.fill_records()
-        if self._state.parameters is not None:
-            adoption.make_resident()
-        elif self._memory.slots is not None:
-            adoption.make_stored(self._memory.slots)
+        with large_blocks_mapped():  # those that were built come back one by one
+            if self._state.parameters is not None:
+                adoption.make_resident()
+            elif self._memory.slots is not None:
+                adoption.make_stored(self._memory.slots)
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
@@ -475,6 +480,7 @@ class WrappedModel:
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._edits.note,
             begin_rows=self._gradients.begin_rows if self._gradients else None,
+            workspace_bytes=self.plan.workspace_bytes,
         )
 
     # Steps of updating and committing.

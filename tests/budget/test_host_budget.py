@@ -23,6 +23,13 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["cpu", pytest.param("emulated", marks=pytest.mark.slow)], autouse=True)
+def device(request, monkeypatch):
+    """The device of the test's sessions."""
+    monkeypatch.setattr("parity.sessions.DEVICE", request.param)
+    return request.param
+
+
 def smallest_bytes(tmp_path, placement, make, **options):
     with open_session(tmp_path / "planned", placement, budget_bytes=1 << 30, **options) as session:
         session.wrap(make())
@@ -108,6 +115,8 @@ def test_no_budget_is_exceeded_by_plan_or_peak(tmp_path, monkeypatch, placement,
             assert peak_bytes >= always + max(slots, window)
 
 
+# On a device with memory of its own host slots stage units, and come back when these are copied.
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_an_update_alone_empties_the_slots_before_it_fills_the_window(tmp_path, monkeypatch):
     use_small_records(monkeypatch)
     smallest = smallest_bytes(tmp_path, PLACEMENTS[-1], lambda: build(SmallGPT))
@@ -121,6 +130,23 @@ def test_an_update_alone_empties_the_slots_before_it_fills_the_window(tmp_path, 
         plan = session._wrapped.plan
         largest = max(plan.slot_bytes * plan.num_slots, plan.buffer_bytes * plan.num_buffers)
         assert session.stats().host_peak_bytes == plan.gradients.fixed_bytes + largest
+
+
+def test_holes_of_the_heap_are_given_back_after_forwards_that_keep_activations(
+    tmp_path, monkeypatch, device
+):
+    limits = []
+    monkeypatch.setattr("offload.streaming.attachment.trim_heap_beyond", limits.append)
+    with open_session(tmp_path, budget_bytes=24 << 20) as session:
+        model = session.wrap(build(SmallGPT))
+        with torch.no_grad():
+            loss_of(model, 0)
+        assert limits == []
+
+        (loss_of(model, 0) + loss_of(model, 1)).backward()
+
+    # Elsewhere activations are not in the heap.
+    assert limits == ([1 << 20] * 2 if device == "cpu" else [])
 
 
 @pytest.mark.parametrize("codec, micro_steps, overlap", [

@@ -175,7 +175,7 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.parametrize("parameters", ["host", "storage"])
-def test_every_kind_of_parameter_is_trained_or_left_alone(tmp_path, parameters):
+def test_every_kind_of_parameter_is_trained_or_left_alone(tmp_path, caplog, parameters):
     def loss(model, index):
         generator = torch.Generator().manual_seed(index)
         return model(torch.randn(4, 8, generator=generator))
@@ -187,6 +187,8 @@ def test_every_kind_of_parameter_is_trained_or_left_alone(tmp_path, parameters):
     with open_session(tmp_path, (parameters, "storage")) as session:
         session.wrap(model)
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        (message,) = [r.getMessage() for r in caplog.records if "contiguous" in r.msg]
+        assert "with the same values: `turned`, `every_other`; kernels" in message
 
         train_both(model, optimizer, reference, steps=3, loss_of=loss)
 

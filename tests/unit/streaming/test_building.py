@@ -5,7 +5,7 @@ from parity.sessions import open_session
 from torch import nn
 
 from offload.errors import BudgetError
-from offload.streaming.building import Building, BuildingParameters
+from offload.streaming.building import Building, BuildingParameters, StoreSpill
 
 
 class MemorySpill:
@@ -112,6 +112,22 @@ def test_a_budget_of_any_size_builds_the_same_model(budget_bytes):
         assert same_bits(parameter.detach().clone(), expected.detach()), name
 
 
+def test_room_for_another_owner_is_made_by_eviction_and_stays():
+    spill = MemorySpill()
+    building = Building(budget_bytes=8 * 1088, spill=spill)
+    with building.active():
+        built = Orthogonal()  # seven layers of 1088 bytes, one without its bias
+    assert spill.num_puts == 0
+
+    building.leave_room(4 * 1088)
+    num_left = len(spill.kept)
+    for parameter in built.parameters():
+        building.touch(parameter)
+
+    assert 4 * 1088 <= sum(p.nbytes for p in spill.kept.values()) <= 5 * 1088
+    assert len(spill.kept) >= num_left > 0
+
+
 def test_tied_parameters_stay_tied():
     building = Building(budget_bytes=16384, spill=MemorySpill())
 
@@ -177,7 +193,7 @@ def test_meta_parameters_pass():
     assert built.weight.is_meta
 
 
-def test_a_model_built_within_a_session_is_wrapped_with_the_same_values(tmp_path):
+def test_a_model_built_within_a_session_is_wrapped_with_the_same_values(tmp_path, monkeypatch):
     # Twice the budget: no gradients, so that the smallest budget is below the parameters.
     torch.manual_seed(1)
     plain = Layered()
@@ -189,6 +205,12 @@ def test_a_model_built_within_a_session_is_wrapped_with_the_same_values(tmp_path
         with session.building():
             built = Layered()
         peak_bytes = session._building.peak_bytes
+        evicted = set(session._building._spilled)
+        taken = []
+        take = StoreSpill.take
+        monkeypatch.setattr(
+            StoreSpill, "take", lambda self, key, into: (taken.append(key), take(self, key, into))
+        )
         model = session.wrap(built, training=False)
 
         assert model.head.weight is model.tokens.weight
@@ -197,3 +219,5 @@ def test_a_model_built_within_a_session_is_wrapped_with_the_same_values(tmp_path
         for name, values in model.state_dict().items():
             assert same_bits(values, expected[name]), name
         assert not [r for r in session._store.records() if r.startswith("building/")]
+        # Nothing reads the values but what moves them: each at most once.
+        assert 0 < len(evicted) <= len(taken) <= len(list(plain.parameters()))

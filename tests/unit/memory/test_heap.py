@@ -1,0 +1,108 @@
+"""The C library's heap: what a build leaves of it. In processes of their own, as it is global."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offload
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library is not glibc 2.33 or newer"
+)
+
+HEAP = Path(offload.__file__).parent / "memory" / "heap.py"
+PROGRAM = """
+import ctypes, runpy, sys
+large_blocks_mapped = runpy.run_path(sys.argv[1])["large_blocks_mapped"]  # without torch
+
+class Info(ctypes.Structure):
+    _fields_ = [(f"field{index}", ctypes.c_size_t) for index in range(10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype = ctypes.c_void_p
+
+def heap_bytes():
+    return libc.mallinfo2().field0
+
+def take(num_bytes, count):
+    return [ctypes.c_void_p(libc.malloc(num_bytes)) for _ in range(count)]
+
+for block in take(16 << 20, 1):  # now glibc keeps blocks of up to 16 MiB in the heap
+    libc.free(block)
+before = heap_bytes()
+with large_blocks_mapped():
+    kept = take(4 << 20, 8)
+inside = heap_bytes()
+kept += take(4 << 20, 8)
+print(inside - before, heap_bytes() - inside)
+"""
+
+
+def growth_of_heap(**environment: str) -> tuple[int, int]:
+    """Returns the bytes by which 32 MiB in blocks of 4 let the heap grow: inside, then outside."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(HEAP)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    inside, outside = done.stdout.split()
+    return int(inside), int(outside)
+
+
+def test_large_blocks_of_the_context_are_not_in_the_heap_and_later_ones_are() -> None:
+    inside, outside = growth_of_heap()
+
+    assert inside < 1 << 20
+    assert outside >= 24 << 20  # what was free before is used first
+
+
+HOLES = """
+import ctypes, runpy, sys
+from pathlib import Path
+trim_heap_beyond = runpy.run_path(sys.argv[1])["trim_heap_beyond"]
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.memset.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+blocks = [libc.malloc(100 << 10) for _ in range(200)]
+for block in blocks:
+    libc.memset(block, 1, 100 << 10)
+for block in blocks[::2]:
+    libc.free(ctypes.c_void_p(block))
+before = resident_bytes()
+print(int(trim_heap_beyond(64 << 20)), before - resident_bytes())
+print(int(trim_heap_beyond(1 << 20)), before - resident_bytes())
+"""
+
+
+def test_holes_go_back_to_the_kernel_once_there_are_too_many_of_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES, str(HEAP)], capture_output=True, text=True, check=True
+    )
+
+    kept, trimmed = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
+    assert kept[0] == 0
+    assert kept[1] < 1 << 20
+    assert trimmed[0] == 1
+    assert trimmed[1] > 9 << 20  # of 10 MB in holes of 100 KiB
+
+
+@pytest.mark.parametrize("environment", [
+    {"MALLOC_MMAP_THRESHOLD_": str(8 << 20)},
+    {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={8 << 20}"},
+])  # fmt: skip
+def test_a_threshold_of_the_users_stays(environment: dict[str, str]) -> None:
+    inside, outside = growth_of_heap(**environment)
+
+    assert inside >= 24 << 20
+    assert outside >= 24 << 20
