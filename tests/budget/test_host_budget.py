@@ -181,6 +181,12 @@ def test_bytes_per_step_are_those_of_the_formula(tmp_path, placement, codec, mic
             read_again = units[: max(len(units) - plan.num_slots, 0)]
             in_backward = sum(p.numel() for unit in read_again for p in unit.parameters())
             read += micro_steps * 2 * (elements + in_backward)
+            if overlap == "forward":
+                # Of two steps the first one's updates fill every slot as it is needed; the last
+                # one's, for which `train` waits, fill those that there are.
+                first = [model.tokens, *units][: plan.num_slots]
+                at_once = sum(p.numel() for unit in first for p in unit.parameters())
+                read -= 2 * (elements + at_once) // 2
         if placement[1] == "storage":  # what stays in memory is not moved
             kept = [i * len(records) // plan.num_cached for i in range(plan.num_cached)]
             read -= sum(records[i].num_bytes for i in kept)
