@@ -33,12 +33,12 @@ def train(model, optimizer, step):
     optimizer.zero_grad()
 
 
-SMALLEST = 220 << 10
-"""Of host memory, within a few KiB: one record is written at a time."""
+HOST = {"memory": 220 << 10, "window": 1}
+"""A window of one record: one is written at a time."""
 
 
 def open_session(tmp_path, **storage):
-    config = {"tiers": {"host": {"memory": SMALLEST}, "storage": storage}}
+    config = {"tiers": {"host": HOST, "storage": storage}}
     return offload.Session(config, store=[tmp_path / "a", tmp_path / "b"])
 
 
@@ -156,7 +156,7 @@ def test_a_run_on_a_disk_that_fills_up_ends_before_a_step_and_goes_on_later(tmp_
         pytest.skip("mounting is not allowed here")
     try:
         one, digest = version_bytes(tmp_path / "free")
-        with offload.Session(host_memory=SMALLEST, store=disk / "run") as session:
+        with offload.Session(host_memory=HOST, store=disk / "run") as session:
             model = session.wrap(build(SmallGPT))
             optimizer = session.AdamW(model.parameters(), **OPTIONS)
             train(model, optimizer, 0)
@@ -173,7 +173,7 @@ def test_a_run_on_a_disk_that_fills_up_ends_before_a_step_and_goes_on_later(tmp_
         assert inspect_store(disk / "run").step == 2
 
         others.unlink()
-        with offload.Session(host_memory=SMALLEST, store=disk / "run", resume=True) as session:
+        with offload.Session(host_memory=HOST, store=disk / "run", resume=True) as session:
             model = session.wrap(build(SmallGPT))
             optimizer = session.AdamW(model.parameters(), **OPTIONS)
             for step in range(2, 4):
