@@ -42,6 +42,10 @@ def open_session(tmp_path, **storage):
     return offload.Session(config, store=[tmp_path / "a", tmp_path / "b"])
 
 
+def open_on(disk, **options):
+    return offload.Session({"tiers": {"host": HOST}}, store=disk / "run", **options)
+
+
 def version_bytes(tmp_path):
     """Bytes of one version of the model, and its digest after four steps."""
     with open_session(tmp_path) as session:
@@ -156,7 +160,7 @@ def test_a_run_on_a_disk_that_fills_up_ends_before_a_step_and_goes_on_later(tmp_
         pytest.skip("mounting is not allowed here")
     try:
         one, digest = version_bytes(tmp_path / "free")
-        with offload.Session(host_memory=HOST, store=disk / "run") as session:
+        with open_on(disk) as session:
             model = session.wrap(build(SmallGPT))
             optimizer = session.AdamW(model.parameters(), **OPTIONS)
             train(model, optimizer, 0)
@@ -173,7 +177,7 @@ def test_a_run_on_a_disk_that_fills_up_ends_before_a_step_and_goes_on_later(tmp_
         assert inspect_store(disk / "run").step == 2
 
         others.unlink()
-        with offload.Session(host_memory=HOST, store=disk / "run", resume=True) as session:
+        with open_on(disk, resume=True) as session:
             model = session.wrap(build(SmallGPT))
             optimizer = session.AdamW(model.parameters(), **OPTIONS)
             for step in range(2, 4):
