@@ -13,7 +13,7 @@ from offload.plan.machine_profile import (
     PathProfile,
     default_file,
 )
-from offload.runs.profile_file import add_to_profile, read_own
+from offload.runs.profile_file import add_to_profile, require_writable
 
 
 def write_profile(file: Path, report: IoReport) -> None:
@@ -33,7 +33,7 @@ def profile_to_write(named: Path | None) -> Path:
     """Returns the file for what is found, to know before minutes of measuring that it can be.
 
     Raises:
-        ConfigError: There is none, or one that is not ours.
+        ConfigError: There is none, one that is not ours, or one that cannot be written.
     """
     file = named or default_file()
     if file is None:
@@ -41,7 +41,7 @@ def profile_to_write(named: Path | None) -> Path:
             "cannot tune: expected a file for what is found, but `OFFLOAD_MACHINE` is empty; name "
             "one with `--machine`"
         )
-    read_own(file)
+    require_writable(file)
     return file
 
 

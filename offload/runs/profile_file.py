@@ -4,23 +4,45 @@ import os
 from pathlib import Path
 
 from offload.errors import ConfigError
-from offload.plan.machine_profile import MARK, MachineProfile, parse_profile
+from offload.plan.machine_profile import MARK, VARIABLE, MachineProfile, parse_profile
 
 
 def add_to_profile(file: Path, measured: MachineProfile) -> None:
     """Writes `measured` into `file`, in place of what it has of the same things.
 
     Raises:
-        ConfigError: The file is not one that this wrote.
+        ConfigError: The file is not one that this wrote, or cannot be written.
     """
-    merged = read_own(file).merged(measured)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    _replace(file, read_own(file).merged(measured).to_toml())
+
+
+def require_writable(file: Path) -> None:
+    """Makes sure that `add_to_profile` can write the file, which stays as it is.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    read_own(file)
+    _replace(file, None)
+
+
+def _replace(file: Path, text: str | None) -> None:
+    """Puts `text` in the file's place, as a whole; None: only tries what can be tried."""
     new = file.with_name(f".{file.name}.{os.getpid()}.new")
     try:
-        new.write_text(merged.to_toml(), encoding="utf-8")
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            new.write_text(text or "", encoding="utf-8")
+            if text is not None:
+                new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the machine profile `{file}`: expected a file that can be replaced, "
+            f"found {error.strerror}; make it writable or name another one with `--machine` or "
+            f"`{VARIABLE}`"
+        ) from error
 
 
 def read_own(file: Path) -> MachineProfile:

@@ -77,7 +77,7 @@ def refine_profile(
                 activation_bytes=activation_bytes,
             ),
         )
-    except (OSError, ConfigError) as error:  # the run is done: its result must not be lost
+    except ConfigError as error:  # the run is done: its result must not be lost
         _LOG.warning("the machine's profile was not refined: %s", error)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.config import build_config
+from offload.errors import ConfigError
 from offload.plan.bound import ComputeTimes
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import (
@@ -210,7 +211,7 @@ def test_a_profile_that_cannot_be_written_costs_no_result(
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file))
 
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise ConfigError("no room for it")
 
     monkeypatch.setattr("offload.runs.refinement.add_to_profile", full)
     with caplog.at_level(logging.WARNING):
