@@ -274,7 +274,7 @@ class StagedUnits:
     def drain(self) -> None:
         """Waits until every staging slot is free."""
         while self._in_flight:
-            self._end(self._in_flight.popleft())
+            self._end_first()
 
     def bytes_from_update(self, unit: Unit) -> int:
         """As storage has it."""
@@ -361,20 +361,22 @@ class StagedUnits:
         self._reap()
         slot = self._staging.try_lease()
         while slot is None:
-            self._end(self._in_flight.popleft())
+            self._end_first()
             slot = self._staging.try_lease()
         return slot
 
     def _reap(self) -> None:
         while self._in_flight and self._in_flight[0].done():
-            self._end(self._in_flight.popleft())
+            self._end_first()
 
-    def _end(self, read: "_StagedRead") -> None:
+    def _end_first(self) -> None:
+        read = self._in_flight[0]  # an interrupt of the waits leaves it there
         with contextlib.suppress(Exception):
             if not read.is_read():
                 self._stored.wait_updated(read.reads)
         with contextlib.suppress(Exception):  # whoever waits for the unit gets the error
             read.synchronize()
+        self._in_flight.popleft()
         self._staging.release(read.slot)
 
 
