@@ -1,11 +1,13 @@
 """Units whose parameters a pending update still has to write."""
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
+from offload.errors import OffloadError
 from offload.layout import ModelLayout, Subgroup, Unit
 from offload.memory import memory_of
 from offload.optim.deferred import DeferredUpdates
@@ -115,9 +117,15 @@ class PendingUnits:
             else:
                 late.append((subgroup, memory))
         if late:
-            transfers += self._when_updated(
-                unit, is_prefetch, lambda is_ahead: tier.read_parts(late, is_prefetch=is_ahead)
-            )
+            try:
+                transfers += self._when_updated(
+                    unit, is_prefetch, lambda is_ahead: tier.read_parts(late, is_prefetch=is_ahead)
+                )
+            except BaseException:  # an interrupt too: what has begun may still write to the memory
+                for transfer in transfers:
+                    with contextlib.suppress(OffloadError):
+                        transfer.wait()
+                raise
         return transfers
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
