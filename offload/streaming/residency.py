@@ -312,10 +312,10 @@ class Residency:
         )
         arena = Arena(unit.layout.num_bytes)
         arena.open()
-        unit.move_to(CopyState.FETCHING)
         base = storage_over(arena.whole())
         for part in unit.subgroups:
             base[part.start : part.stop].copy_(self.finish_part(self.start_part(unit, part)))
+        unit.move_to(CopyState.FETCHING)
         unit.base = base
 
     def evict(self, unit: StreamedUnit) -> None:
@@ -374,11 +374,17 @@ class Residency:
         unit.fetched_since_s = time.perf_counter()
         from_update_bytes = self._tier.bytes_from_update(unit.layout)
         unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
-        unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
+        try:
+            unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
+        except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
+            self._drop(unit)
+            raise
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         try:
             self._wait(unit.transfers, "fetching a unit")
+            for binding in unit.bindings:
+                binding.require_untouched()
         except BaseException:
             _wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
@@ -419,6 +425,7 @@ class Residency:
         unit.transfers = []
         unit.base = None
         unit.hashes = None
+        unit.is_updated = False
         unit.move_to(CopyState.ABSENT)
 
     def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:

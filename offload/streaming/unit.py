@@ -61,13 +61,8 @@ class Binding:
         self.seen_version = parameter._version
 
     def attach(self, base: torch.Tensor) -> None:
-        """Points the parameter at its bytes in the slot under `base`.
-
-        Raises:
-            StoreError: The user wrote to the parameter while it was absent.
-        """
+        """Points the parameter at its bytes in the slot under `base`."""
         parameter = self.parameter
-        self._require_untouched()
         parameter.data = self.values_in(base)
         self.seen_version = parameter._version
 
@@ -84,7 +79,8 @@ class Binding:
     def detach(self) -> None:
         self.parameter.data = self.placeholder
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
+        """Raises StoreError if the user wrote to the parameter while it was absent."""
         single = self.placeholder
         if not self.num_bytes or not single.is_floating_point():
             return

@@ -131,8 +131,9 @@ def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
             for parameter in model.parameters():
                 edit(parameter)
 
-        with pytest.raises(offload.StoreError, match="while it was not in memory"):
-            loss_of(model, 0)
+        for _ in range(2):
+            with pytest.raises(offload.StoreError, match="while it was not in memory"):
+                loss_of(model, 0)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -151,6 +152,22 @@ def test_interrupts_leave_no_unit_held(tmp_path, where):
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, 0).backward()
             handle.remove()
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+def test_a_fetch_that_is_interrupted_as_it_begins_is_begun_anew(tmp_path, monkeypatch):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        tier = session._wrapped.residency._tier
+
+        def interrupt(*_, **__):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, "start_read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, 0)
 
         assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
 
