@@ -1,6 +1,6 @@
 """What to do where a budget is too small."""
 
-from offload.sizes import MIB, format_size
+from offload.sizes import MIB
 
 
 def how_to_fit(
@@ -14,16 +14,20 @@ def how_to_fit(
         beside_bytes: Of the tier, that other models of the session have.
         is_part: Whether the model was given a part of the tier.
     """
-    whole = f'`tiers.{tier}.memory` to "{_mib(smallest_bytes + beside_bytes)}"'
-    if beside_bytes:
-        whole += f", {format_size(beside_bytes)} of it for the session's other models"
+    own_mib, others_mib = _mib(smallest_bytes), _mib(beside_bytes)
+    whole = f'`tiers.{tier}.memory` to "{own_mib + others_mib}MiB"'
+    if beside_bytes:  # without a part these would take what is added
+        whole += (
+            f" and keep the session's other models to {others_mib} MiB of it, as "
+            f"`wrap(model, {tier}_memory=...)`"
+        )
     if is_part:
-        part = f'`wrap(model, {tier}_memory="{_mib(smallest_bytes)}")`'
+        part = f'`wrap(model, {tier}_memory="{own_mib}MiB")`'
         return f"give it more, as {part}, and if that is more than is left raise {whole}"
     if beside_bytes:
-        whole += f", or give these less, as `wrap(model, {tier}_memory=...)`"
+        whole += ", or give these less in the same way"
     return f"raise {whole}"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{-(-num_bytes // MIB)}MiB"
+def _mib(num_bytes: int) -> int:
+    return -(-num_bytes // MIB)

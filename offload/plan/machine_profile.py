@@ -4,7 +4,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,17 @@ class PathProfile:
     measured_at: str
     sustained_write_bytes_per_s: float | None = None
     """Of a long stream of writes, where that was measured."""
+
+    def held_to(self, limit_bytes_per_s: int | None) -> "PathProfile":
+        """Returns the profile where both directions together may be no more; None: as is."""
+        if limit_bytes_per_s is None:
+            return self
+        return replace(
+            self,
+            read_bytes_per_s=min(self.read_bytes_per_s, limit_bytes_per_s),
+            write_bytes_per_s=min(self.write_bytes_per_s, limit_bytes_per_s),
+            mixed_bytes_per_s=min(self.mixed_bytes_per_s, limit_bytes_per_s / 2),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,8 +102,8 @@ class RunPlan:
         if self.host is None or self.host.fits or self.savings:
             return None
         return (
-            "no other choice of `policy` or `train.gradient_dtype` needs less of "
-            "`tiers.host.memory`: only more of it, or a smaller model, helps"
+            "no other choice of `policy`, `train.gradient_dtype` or `activations.offload` needs "
+            "less of `tiers.host.memory`: only more of it, or a smaller model, helps"
         )
 
     def to_json(self) -> dict[str, Any]:

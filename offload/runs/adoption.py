@@ -55,7 +55,11 @@ def settle_policy(
         on_measure=lambda what: on_notice(f"measuring {what}"),
     )
     plan.require_fit()
-    if plan.adoption is None:  # the run's own plan says why
+    if plan.adoption is None:
+        known = plan_run(begun, stores=directory.stores, stored=stored).warnings
+        for warning in plan.warnings:  # the others are said when the run begins
+            if warning not in known:
+                _LOG.warning("%s", warning)
         return begun
     settled = config.model_copy(update={"policy": begun.policy.with_values(**plan.adoption.values)})
     values = ", ".join(f"`policy.{key}` = `{v}`" for key, v in plan.adoption.values.items())

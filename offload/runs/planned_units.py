@@ -19,6 +19,10 @@ _SAVINGS = {
         "parameter",
         "gradients then accumulate in the parameters' own precision",
     ),
+    "activations.offload": (
+        "none",
+        "activations then stay where they are; a smaller `activations.memory` helps too",
+    ),
 }
 """The value of each key with which a run takes least memory, and what that costs."""
 

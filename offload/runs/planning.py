@@ -87,7 +87,7 @@ def plan_run(
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
         warnings=tuple(storage_warnings(config, directories, spilled)) if config.offload else (),
-        commits=_forecast_commits(config, layout, host, [known.find(d) for d in directories]),
+        commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
         savings=()
         if host is None or host.fits
@@ -193,6 +193,15 @@ def _num_free_slots(config: Config, arrangement: Arrangement) -> int:
     slots = arrangement.device if _has_device_memory(config) else arrangement.host
     num_slots = slots.num_slots if config.offload else 0
     return max(num_slots - (arrangement.discovered.co_resident_units - 1), 0)
+
+
+def _path_profiles(
+    config: Config, directories: Sequence[Path], profile: MachineProfile
+) -> list[PathProfile | None]:
+    """Returns what is known of each path, no faster than the run lets it be."""
+    limits = config.tiers.storage.rate_limits_of(len(directories))
+    found = [profile.find(directory) for directory in directories]
+    return [path and path.held_to(limit) for path, limit in zip(found, limits, strict=True)]
 
 
 def _forecast_commits(

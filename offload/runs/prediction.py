@@ -68,7 +68,10 @@ def plan_and_predict(
     measure.take()
     file = machine_file or default_file()
     if file is not None and file.exists() and measure.found != MachineProfile():
-        add_to_profile(file, measure.found)
+        try:
+            add_to_profile(file, measure.found)
+        except (OSError, ConfigError) as error:  # a run needs what was measured, not the file
+            measure.warnings.append(f"what was measured is not kept for the next plan: {error}")
     compared = _Compared(plan_of, measure, own=plan)
     alternatives: tuple[Alternative, ...] = ()
     adoption: Adoption | None = None

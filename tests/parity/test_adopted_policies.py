@@ -83,6 +83,17 @@ def test_a_run_that_goes_on_keeps_its_policy_while_that_fits(tmp_path, small_con
     assert (last.losses, last.state_digest) == (whole.losses[3:], whole.state_digest)
 
 
+def test_a_run_whose_times_are_not_known_says_that_nothing_was_chosen(
+    tmp_path, small_config, train, monkeypatch, caplog
+):
+    monkeypatch.setattr("offload.runs.pass_finder.PassFinder.find", lambda self, rate: None)
+
+    train(small_config(train__steps=1, policy="auto"), run_dir=tmp_path / "run")
+
+    assert adopted_by(tmp_path / "run").parameters == "storage"
+    assert sum("`auto` in `policy`" in each for each in caplog.messages) == 1
+
+
 def test_what_never_fits_says_so_before_anything_is_measured(tmp_path, small_config, train):
     config = small_config(policy="auto", tiers__host__memory="64KiB")
 

@@ -82,6 +82,14 @@ def test_a_plan_says_what_commits_will_cost_by_the_rates_of_all_paths():
     assert found["best_commit_every"] is None
 
 
+def test_a_path_that_is_held_back_is_no_faster_in_a_forecast():
+    held = path_profile("/a").held_to(10**9)
+
+    assert (held.read_bytes_per_s, held.write_bytes_per_s) == (1e9, 1e9)
+    assert held.mixed_bytes_per_s == 5e8
+    assert path_profile("/a").held_to(None) == path_profile("/a")
+
+
 def test_an_interval_in_steps_needs_the_time_of_a_step():
     assert forecast(interval=100).to_json(step_s=None)["expected_lost_work_s"] is None
     found = forecast(interval=100).to_json(step_s=4.0)

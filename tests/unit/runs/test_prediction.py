@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from offload.config import build_config
-from offload.plan.machine_profile import MARK, parse_profile
+from offload.plan.machine_profile import MARK, parse_profile, read_profile
 from offload.runs.gpt import GPT, GPTShape
 from offload.runs.operation_count import count_passes
+from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
 
 KEYS = {
@@ -229,6 +230,37 @@ def test_an_interval_in_steps_is_turned_into_time_by_the_predicted_step(text, tm
         commits["commit_s"] + 1000 * step_s / 2 + commits["recovery_s"]
     )
     assert commits["best_commit_every"] == max(1, round(commits["best_commit_interval_s"] / step_s))
+
+
+def test_the_cost_of_commits_follows_the_limit_of_the_path(text, tmp_path):
+    profile = tmp_path / "machine.toml"
+    profile.write_text(
+        f'{MARK}\nschema = 1\n[[paths]]\npath = "{tmp_path}"\nbackend = "threads"\n'
+        "block_bytes = 1048576\nqueue_depth = 4\ndirect = true\n"
+        "read_bytes_per_s = 4e8\nwrite_bytes_per_s = 2e8\nmixed_bytes_per_s = 2e8\n"
+        'measured_at = "2026-01-01T00:00:00+00:00"\n'
+    )
+
+    def commit_s(limit):
+        asked = config(text, **{"tiers.storage.rate_limit": limit, "policy.parameters": "host"})
+        plan = plan_run(asked, profile=read_profile(profile), stores=[tmp_path / "store"])
+        return plan.to_json()["commits"]["commit_s"]
+
+    assert commit_s(2 * 10**7) == pytest.approx(10 * commit_s(4 * 10**8))
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_a_plan(text, tmp_path, monkeypatch):
+    def full(file, measured):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("offload.runs.prediction.add_to_profile", full)
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+
+    plan = plan_and_predict(config(text), machine_file=profile)
+
+    assert plan.prediction.step is not None
+    assert "No space left" in plan.warnings[-1]
 
 
 def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):

@@ -101,6 +101,15 @@ def test_a_factory_that_cannot_be_found_is_named(tmp_path):
     )
 
 
+def test_memory_for_activations_is_among_what_can_be_given_up():
+    plan = plan_run(config("tiers.host.memory=8MiB", "activations.offload=storage")).to_json()
+
+    (saving,) = plan["give_up"]
+    assert saving["change"] == 'activations.offload = "none"'
+    assert saving["smallest_host_bytes"] <= 8 << 20
+    assert plan["give_up_note"] is None
+
+
 def test_where_nothing_helps_a_plan_and_an_error_say_so(tmp_path):
     plan = plan_run(config("tiers.host.memory=64KiB"))
     helped = plan_run(config("tiers.host.memory=64KiB", "policy.parameters=host"))
