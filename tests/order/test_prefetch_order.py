@@ -124,7 +124,7 @@ class Harness:
             on_edit=lambda unit, names: None,
             device=self.device,
         )
-        self.streamed = StreamedModel(self.model, discovered, self.residency)
+        self.streamed = StreamedModel(self.model, discovered, self.residency, on_pass=lambda: None)
         self.streamed.open()
         for layer in self.model.layers:
             layer.register_forward_pre_hook(self._note_use)
