@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.config import Config, build_config
+from offload.runs.adoption import OnNotice
 from offload.runs.result import TrainResult
 from offload.runs.run_directory import find_stores
 from offload.runs.train import run_training
@@ -19,7 +20,9 @@ _LEFT_OUT = {
 }
 
 
-def bench_step(config: Config, *, on_step: Progress | None = None) -> TrainResult:
+def bench_step(
+    config: Config, *, on_step: Progress | None = None, on_notice: OnNotice = lambda _: None
+) -> TrainResult:
     """Runs `train.steps` steps in a directory that is removed again, and returns their figures.
 
     What a step moves and computes is that of the run. Nothing is committed, so the digest is that
@@ -28,6 +31,7 @@ def bench_step(config: Config, *, on_step: Progress | None = None) -> TrainResul
     Args:
         config: Of the run.
         on_step: Called with the metrics of each step.
+        on_notice: Told what is measured for, and chosen in, a policy with `"auto"`.
 
     Raises:
         ConfigError, PlanError: As from a run.
@@ -38,7 +42,13 @@ def bench_step(config: Config, *, on_step: Progress | None = None) -> TrainResul
     with tempfile.TemporaryDirectory(prefix="offload-bench-step-", dir=Path.cwd()) as folder:
         run_dir = Path(folder) / "run"
         try:
-            result = run_training(measured, run_dir=run_dir, progress=on_step, validates=False)
+            result = run_training(
+                measured,
+                run_dir=run_dir,
+                progress=on_step,
+                on_notice=on_notice,
+                validates=False,
+            )
             return replace(result, run_dir=None, store=None)
         finally:
             for store in find_stores(run_dir):

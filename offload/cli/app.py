@@ -401,8 +401,13 @@ def step(
     from offload.cli.progress import PrintedSteps
     from offload.cli.tables import render_train
 
-    progress = PrintedSteps(output.progress_console())
-    output.show(bench_step(settings, on_step=progress), render_train)
+    console = output.progress_console()
+    result = bench_step(
+        settings,
+        on_step=PrintedSteps(console),
+        on_notice=lambda text: console.print(text, soft_wrap=True),
+    )
+    output.show(result, render_train)
 
 
 def _output(context: typer.Context, as_json: bool) -> Output:

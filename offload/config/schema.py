@@ -429,6 +429,11 @@ class Config(Section):
         """The tier in which optimizer state lives, with offloading or without."""
         return self.policy.optimizer if self.offload else "host"
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether passes compute on the cores on which updates do."""
+        return self.tiers.device.kind != "cuda"
+
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Returns the JSON schema of a file, for editors."""

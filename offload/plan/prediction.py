@@ -52,6 +52,7 @@ def predict_step(
     other_s: float = 0.0,
     tokens: int = 0,
     handed_over: Collection[str] = (),
+    shares_cores: bool = True,
 ) -> Prediction:
     """Returns the times of a step in steady state.
 
@@ -65,6 +66,7 @@ def predict_step(
         other_s: Of a step, what is neither pass nor update.
         tokens: Of a step.
         handed_over: Names of the subgroups whose updates find their unit's slot.
+        shares_cores: Whether passes compute on the cores on which updates do.
     """
     micro_steps = len(traffic.micro_steps)
     work = work_of(
@@ -77,7 +79,8 @@ def predict_step(
         spilled=spilled_sizes(layout, host.gradients) if host else None,
         handed_over=handed_over,
     )
-    step = simulate(work, SimulatedMachine(rates=machine), _policy(layout, host, choices))
+    simulated = SimulatedMachine(rates=machine, shares_cores=shares_cores)
+    step = simulate(work, simulated, _policy(layout, host, choices))
     bound_s = None
     if machine.paths:
         compute = ComputeTimes(
@@ -91,6 +94,7 @@ def predict_step(
             compute=[compute] * micro_steps,
             overlap=choices.overlap,
             prefetched_bytes=host.prefetched_bytes if host else 0,
+            shares_cores=shares_cores,
         ).step_s
     worn = wear(bytes_per_step=traffic.write_bytes, step_s=step.step_s, endurance_bytes=None)
     return Prediction(

@@ -110,6 +110,7 @@ class Measurement:
             other_s=passes.other_s,
             tokens=tokens_per_step(config),
             handed_over=plan.handed_over,
+            shares_cores=config.shares_cores,
         )
 
     def _held_before(self) -> int:

@@ -92,7 +92,7 @@ class TrainingRun:
             machine=machine,
             overlap=config.policy.overlap if config.offload else "none",
             prefetched_bytes=_prefetched_bytes(config, plan),
-            shares_cores=config.tiers.device.kind != "cuda",
+            shares_cores=config.shares_cores,
         )
 
     def execute(self) -> RunSummary:

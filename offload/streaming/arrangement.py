@@ -16,7 +16,7 @@ from offload.streaming.messages import listed
 from offload.streaming.model_layout import lay_out
 from offload.streaming.planner import Planner
 from offload.streaming.wide import wide_candidates
-from offload.streaming.wrap_options import WrapOptions
+from offload.streaming.wrap_options import Beside, WrapOptions
 
 logger = logging.getLogger("offload.streaming")
 
@@ -34,6 +34,11 @@ class Arrangement:
     @property
     def fits(self) -> bool:
         return self.host.fits and self.device.fits
+
+    def require_fit(self, beside: Beside) -> None:
+        """Raises PlanError if a budget is below the smallest that fits, `beside` other models."""
+        self.host.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
+        self.device.require_fit(beside_bytes=beside.device_bytes, is_part=beside.has_device_part)
 
 
 def arrange(

@@ -14,7 +14,8 @@ from offload.streaming.additions import Additions
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.model import StreamedModel
-from offload.streaming.residency import ParameterTier, Residency
+from offload.streaming.parameter_tier import ParameterTier
+from offload.streaming.residency import Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits

@@ -10,68 +10,22 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
-from offload.layout import Unit
 from offload.memory import Arena, Region, Slot, SlotPool, memory_of, storage_over
 from offload.optim.handover import HandedOver
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import CopyState, StreamedUnit, Transfer
 
 logger = logging.getLogger("offload.streaming")
-
-
-class ParameterTier(Protocol):
-    """Where absent units live."""
-
-    def can_prefetch(self) -> bool:
-        """Returns whether a read that is not needed yet can start without waiting for room."""
-        ...
-
-    def bytes_from_update(self, unit: Unit) -> int:
-        """Returns how much of a slot that is given to the unit now would be filled by its update.
-
-        The rest is read.
-        """
-        ...
-
-    def wait_readable(self, unit: Unit) -> None:
-        """Waits until the unit's bytes are what they should be where they are read from."""
-        ...
-
-    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
-        """Waits until no update holds the transfers back."""
-        ...
-
-    def waits_for(self, transfers: Sequence[Transfer]) -> str:
-        """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
-        ...
-
-    @property
-    def granule_bytes(self) -> int:
-        """The smallest part of a subgroup that can be read."""
-        ...
-
-    def start_read(
-        self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
-    ) -> list[Transfer]:
-        """Starts filling the slot `into` with the unit's bytes, or with `part` of them."""
-        ...
-
-    def write(self, unit: Unit, source: torch.Tensor) -> None:
-        """Writes the whole unit back from its slot and waits."""
-        ...
-
-    def write_from(self, unit: Unit, source: memoryview) -> None:
-        """Writes the whole unit from host memory and waits."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

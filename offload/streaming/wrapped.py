@@ -9,37 +9,29 @@ import torch
 from torch import nn
 
 from offload.devices import CpuDevice, Device
-from offload.errors import ConfigError, StoreError
+from offload.errors import StoreError
 from offload.layout import ModelLayout
-from offload.memory import Budget, large_blocks_mapped, trim_heap
+from offload.memory import Budget, trim_heap
 from offload.optim.commit_head import CommitHead
 from offload.optim.digest import state_digest
 from offload.optim.gradient import Accumulator
 from offload.optim.kernels import Kernels
-from offload.optim.model_state import ModelState, ParameterUpdate
-from offload.optim.readers import StateParts
-from offload.optim.window import Window
+from offload.optim.model_state import ParameterUpdate
 from offload.optim.written import written_by_commit, written_until_commit
-from offload.plan.gradients import spilled_sizes
 from offload.policy import Order, resolve_overlap
 from offload.storage.spill import Spill
 from offload.storage.store import BlockStore
 from offload.streaming.activations import Activations, open_activations
-from offload.streaming.adoption import Adoption
 from offload.streaming.arrangement import arrange, log_strided, log_wide
 from offload.streaming.attachment import Attachment
 from offload.streaming.buffers import ModelBuffers, move_buffers
 from offload.streaming.building import Building
 from offload.streaming.counters import ModelCounters
-from offload.streaming.device_memory import DeviceMemory
-from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
-from offload.streaming.gradients import Gradients, open_gradients
-from offload.streaming.host_memory import HostMemory
 from offload.streaming.model_layout import require_same, require_wholeness
+from offload.streaming.model_memory import ModelMemory
 from offload.streaming.residency import Residency
-from offload.streaming.rollback import read_back
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.wrap_options import WrapOptions
@@ -74,7 +66,6 @@ class WrappedModel:
         self.options = options
         self.steps: dict[str, int] = dict(resume.steps) if resume else {}
         self.completed_steps = resume.step if resume else 0
-        self._budgets = host_budget, device_budget
         self._prefix = f"{options.name}/" if options.name else ""
         self._store = store
         self._kernels = kernels
@@ -87,11 +78,15 @@ class WrappedModel:
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._edits = Edits(self._parameters, is_training=options.is_training)
-        self._device_memory: DeviceMemory | None = None
-        self._device_parameters: DeviceParameters | None = None
-        self._parameters_on_host: dict[str, torch.Tensor] | None = None
+        self._memory = ModelMemory(
+            self._parameters,
+            options=options,
+            device=self.device,
+            store=store,
+            host_budget=host_budget,
+            device_budget=device_budget,
+        )
         self._attachment = Attachment(model, self._parameters, device=self.device)
-        self._gradients: Gradients | None = None
         overlap = options.overlap if options.is_training else "none"
         self._updates = StepUpdates(
             order=order,
@@ -125,11 +120,7 @@ class WrappedModel:
         if stored is not None:
             self.require_layout(stored)
         self.plan, self.device_plan = arrangement.host, arrangement.device
-        beside = self.options.beside
-        self.plan.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
-        self.device_plan.require_fit(
-            beside_bytes=beside.device_bytes, is_part=beside.has_device_part
-        )
+        arrangement.require_fit(self.options.beside)
         log_wide(arrangement)
         log_strided(discovered)
         for unit in discovered.units:
@@ -145,16 +136,16 @@ class WrappedModel:
         elif self._updates.deferred is not None:
             self._attachment.hide_pending(
                 discovered,
-                state=self._state,
+                state=self._memory.state,
                 updates=self._updates,
-                on_device=self._device_parameters,
+                on_device=self._memory.device_parameters,
             )
         if self.options.is_training and self.options.activations.is_used:
             self._activations = open_activations(
                 self.model,
                 discovered,
                 self.options.activations,
-                slots=self._memory.activations,
+                slots=self._memory.host.activations,
                 device=self.device,
                 make_spill=self._make_spill,
             )
@@ -173,11 +164,8 @@ class WrappedModel:
         finally:
             if self._activations is not None:
                 self._activations.close()
-            if self._gradients is not None:
-                self._gradients.close()
             self._attachment.close()
-            if self._device_memory is not None:
-                self.device.unregister_host(self._memory.whole)
+            self._memory.close()
 
     # What the optimizer asks.
 
@@ -205,8 +193,8 @@ class WrappedModel:
 
     def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
         """Returns the gradient to apply, or None if there is none."""
-        assert self._gradients is not None
-        return self._gradients.accumulator_of(parameter)
+        assert self._memory.gradients is not None
+        return self._memory.gradients.accumulator_of(parameter)
 
     def step_of(self, name: str) -> int:
         """Returns how many updates the parameter has had."""
@@ -242,8 +230,8 @@ class WrappedModel:
         if self._updates.early is None or not self._updates.early.has_begun:
             self._require_room_for_step()
         self._leave_slots()
-        if self._gradients is not None:
-            self._gradients.settle()
+        if self._memory.gradients is not None:
+            self._memory.gradients.settle()
         step = self.completed_steps + 1
         done = self._updates.take_early(updates)
         try:
@@ -270,12 +258,12 @@ class WrappedModel:
 
     @property
     def host_peak_bytes(self) -> int:
-        return self._memory.budget.peak_bytes
+        return self._memory.host.budget.peak_bytes
 
     @property
     def transfer_memory(self) -> memoryview:
         """Slots and windows: the memory that the I/O engine moves all the time; may be empty."""
-        return self._memory.transfers
+        return self._memory.host.transfers
 
     @property
     def residency(self) -> Residency | None:
@@ -301,8 +289,9 @@ class WrappedModel:
         self._updates.finish()
         with self.counters.committing():
             self._settle_edits()
-            self._require_room(written_by_commit(self.layout, self._state.dirty), what="commit")
-            write_dirty(self._state, self._window, num_at_once=self.plan.num_written_at_once)
+            state, window = self._memory.state, self._memory.window
+            self._require_room(written_by_commit(self.layout, state.dirty), what="commit")
+            write_dirty(state, window, num_at_once=self.plan.num_written_at_once)
             buffers = self._buffers().write(self._store)
         return CommitHead(
             step=self.completed_steps,
@@ -320,10 +309,7 @@ class WrappedModel:
 
     def roll_back(self, point: CommitHead) -> None:
         """Goes back to `point`, which is current in the store now; after `leave_store`."""
-        self._window.drop_cached()
-        self._state.edited.clear()
-        self._state.dirty.clear()
-        read_back(self._state, self._parameters)
+        self._memory.read_back()
         self.steps = dict(point.steps)
         self.completed_steps = point.step
         if self._store is not None:
@@ -337,27 +323,13 @@ class WrappedModel:
         self._updates.require_whole("digest")
         self._updates.finish()
         self._settle_edits()
-        stored = [] if self._state.parameters is not None else self.layout.subgroups.values()
-        largest = max((s.padded_parameter_bytes for each in stored for s in each), default=0)
         make_room = self._attachment.give_slots_back
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.counters.digesting())
+        with self.counters.digesting():
             self._updates.pipeline.drop_prefetched()  # the digest reads through a buffer
-            scratch = stack.enter_context(self._memory.lend_scratch(largest, make_room=make_room))
-            reader = StateParts(
-                store=self._store,
-                scratch=scratch,
-                parameters=self._state.parameters,
-                records=self._state.records,
-                cached=self._cached_states(),
-            )
-            return state_digest(
-                self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
-            )
-
-    def _cached_states(self) -> dict[str, memoryview]:
-        states = ((r.name, self._window.cached_state(r)) for r in self.layout.records)
-        return {name: state for name, state in states if state is not None}
+            with self._memory.reading(make_room=make_room) as reader:
+                return state_digest(
+                    self.layout, reader, steps=self.steps, completed_steps=self.completed_steps
+                )
 
     def _buffers(self) -> ModelBuffers:
         return ModelBuffers(self.model, self._prefix)
@@ -373,94 +345,30 @@ class WrappedModel:
                 "that the run was started with, or start another store"
             )
         layout = dataclasses.replace(self.layout, rule=rule)
-        needed = self._planner.host(layout)
-        if (
-            needed.state_buffer_bytes > self.plan.state_buffer_bytes
-            or needed.resident_state_bytes > self.plan.resident_state_bytes
-        ):
-            raise ConfigError(
-                f"cannot make an optimizer with update rule `{rule}`: its state does not fit the "
-                f"memory that was planned for `{self.layout.rule}`; say what it will be "
-                "when the session is made, such as `Session(optimizer=...)`, and with momentum as "
-                '`Session({"optimizer": {"name": "sgd", "momentum": 0.9}})`'
-            )
-        before, self.layout = self._state, layout
-        self._lay_out_state()
-        self._state.edited |= before.edited
-        self._state.dirty |= before.dirty
+        self._memory.change_rule(layout, self._planner.host(layout))
+        self.layout = layout
+        self._use_memory()
 
     def _take_memory(self) -> None:
-        options = self.options
-        host_budget, device_budget = self._budgets
-        self._memory = memory = HostMemory(self.plan, host_budget)
-        if not self.device.is_unified:
-            self.device.register_host(memory.whole)
-            self._device_memory = DeviceMemory(self.device_plan, self.device, device_budget)
-        if options.is_training:
-            self._gradients = open_gradients(
-                self.layout,
-                self._parameters,
-                plan=self.plan.gradients,
-                memory=memory,
-                device=self.device,
-                kernels=self._kernels,
-                make_spill=self._make_spill,
-                before_write=self._before_gradient_changes,
-                on_arrival=self._on_gradient,
-            )
-            self.counters.spilled = self._gradients.spilled
-        on_host = None
-        if options.parameters != "storage":
-            on_host = self._parameters_on_host = memory.flat_parameters(self.layout)
-        if options.parameters == "device":
-            assert on_host is not None
-            assert self._device_memory is not None
-            self._device_parameters = DeviceParameters(
-                self.layout,
-                on_host,
-                region=self._device_memory.parameters,
-                device=self.device,
-            )
-        self._lay_out_state()
-
-    def _lay_out_state(self) -> None:
-        options, memory = self.options, self._memory
-        has_records = options.is_training and options.optimizer == "host"
-        self._state = ModelState(
-            layout=self.layout,
-            store=self._store,
-            parameters=self._parameters_on_host,
-            elsewhere=self._device_parameters,
-            records=memory.records(self.layout) if has_records else None,
-            gradients=self._gradients.flat if self._gradients else {},
-            spilled=self._gradients.spilled if self._gradients else None,
-            has_fp32_gradients=options.gradient_dtype == "float32",
-        )
-        self._window = Window(
+        self._memory.open(
             self.layout,
-            states=memory.states,
-            parameters=memory.parameters,
-            num_cached=self.plan.num_cached,
-            num_places=self.plan.num_places,
-            gradients=memory.gradient_buffers,
-            gradient_bytes=spilled_sizes(self.layout, self.plan.gradients),
+            plan=self.plan,
+            device_plan=self.device_plan,
+            kernels=self._kernels,
+            make_spill=self._make_spill,
+            before_gradient=self._before_gradient_changes,
+            on_gradient=self._on_gradient,
         )
-        self._updates.use(self._state, self._window, self._kernels)
-        self._edits.use(self._state)
+        if self._memory.gradients is not None:
+            self.counters.spilled = self._memory.gradients.spilled
+        self._use_memory()
+
+    def _use_memory(self) -> None:
+        self._updates.use(self._memory.state, self._memory.window, self._kernels)
+        self._edits.use(self._memory.state)
 
     def _adopt(self) -> None:
-        adoption = Adoption(
-            self._state,
-            self._parameters,
-            building=self._building,
-            is_resumed=self._is_resumed,
-        )
-        adoption.fill_records()
-        with large_blocks_mapped():  # those that were built come back one by one
-            if self._state.parameters is not None:
-                adoption.make_resident()
-            elif self._memory.slots is not None:
-                adoption.make_stored(self._memory.slots)
+        self._memory.adopt(building=self._building, is_resumed=self._is_resumed)
         if self._building is not None:
             self._building.release(self.model)
         trim_heap()
@@ -468,18 +376,18 @@ class WrappedModel:
     def _stream(self, discovered: DiscoveredModel) -> None:
         if not self.layout.parameter_bytes:  # nothing to stream
             return
-        staging, device = self._memory.slots, self._device_memory
-        slots = staging if device is None else device.slots
+        memory = self._memory
+        slots = memory.host.slots if memory.on_device is None else memory.on_device.slots
         assert slots is not None
         self._attachment.stream(
             discovered,
-            state=self._state,
+            state=memory.state,
             updates=self._updates,
             slots=slots,
-            staging=staging,
+            staging=memory.host.slots,
             prefetch_distance=self.options.prefetch_distance,
             on_edit=self._edits.note,
-            begin_rows=self._gradients.begin_rows if self._gradients else None,
+            begin_rows=memory.gradients.begin_rows if memory.gradients else None,
             workspace_bytes=self.plan.workspace_bytes,
         )
 
@@ -499,7 +407,7 @@ class WrappedModel:
         early.arrived(
             name,
             update_of=lambda each: self._update_now(self._parameters[each]),
-            edited=self._state.edited,
+            edited=self._memory.state.edited,
         )
 
     def _leave_slots(self) -> None:
@@ -517,13 +425,13 @@ class WrappedModel:
         else:
             self._leave_slots()
             self._edits.see()
-        if self._state.edited:
+        if self._memory.state.edited:
             self._updates.run({}, step=self.completed_steps + 1)
 
     def _require_room_for_step(self) -> None:
         if self._store is not None:
             commits = self._store.durability == "commit"
-            groups = written_until_commit(self._state, commits=commits)
+            groups = written_until_commit(self._memory.state, commits=commits)
             self._require_room(groups, what=f"make step {self.completed_steps + 1}")
 
     def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:

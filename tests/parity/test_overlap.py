@@ -383,7 +383,7 @@ class TestFailure:
                     raise StorageError("cannot write: no space")
                 return write(record, *args, **kwargs)
 
-            session._wrapped._window.drop_cached()  # written from here on
+            session._wrapped._memory.window.drop_cached()  # written from here on
             monkeypatch.setattr(session._wrapped._updates, "kept", lambda step: set())
             monkeypatch.setattr(session._store, "write", fail)
             optimizer.step()

@@ -24,7 +24,7 @@ def test_no_window_changes_a_bit_and_none_is_exceeded(
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
         train_both(model, optimizer, reference, steps=4, max_norm=0.1)
         require_equal_state(session, model, reference)
-        plan, window = session._wrapped.plan, session._wrapped._window
+        plan, window = session._wrapped.plan, session._wrapped._memory.window
 
     assert plan.window_bytes <= max(window_bytes, plan.buffer_bytes)
     assert plan.num_cached > 0

@@ -42,6 +42,16 @@ def config(tmp_path, monkeypatch):
     return lambda *overrides: load_config(run, overrides)
 
 
+def test_what_an_auto_policy_chose_is_said(config, monkeypatch):
+    monkeypatch.setattr("offload.runs.probe._MEASURE_S", 0.01)
+    monkeypatch.setattr("offload.runs.pass_probe._ENOUGH_S", 0.01)
+    notices = []
+
+    bench_step(config("policy=auto"), on_notice=notices.append)
+
+    assert "`policy.parameters` = " in notices[-1]
+
+
 def test_the_figures_are_of_steps_alone_and_nothing_stays(config, tmp_path):
     seen = []
 

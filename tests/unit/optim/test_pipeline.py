@@ -311,7 +311,7 @@ class TestSession:
 
     def test_leaks_no_buffer_and_counts_no_step(self, failed):
         session, _ = failed
-        buffers = session._wrapped._memory.states
+        buffers = session._wrapped._memory.host.states
 
         assert buffers.num_free == buffers.num_slots
         assert session.stats().completed_steps == 1

@@ -1,5 +1,7 @@
 """Which policies are compared where a run leaves them open, and when one is worth a change."""
 
+from dataclasses import replace
+
 import pytest
 
 from offload.config import build_config, open_policy_keys
@@ -102,6 +104,28 @@ def test_open_keys_are_those_that_neither_file_nor_override_sets(tmp_path):
     assert open_policy_keys(file, ["policy=laptop"]) == frozenset()
     with pytest.raises(ConfigError):
         open_policy_keys(tmp_path / "missing.toml")
+
+
+def test_passes_on_a_device_leave_the_cores_to_the_update_under_them():
+    def step_s(device):
+        choices = Choices(
+            parameters="host", optimizer="host", order="resident", overlap="forward",
+            striping="single", prefetch=1,
+        )  # fmt: skip
+        host = plan_host(LAYOUT, budget_bytes=1 << 30, parameters="host", optimizer="host")
+        traffic = step_traffic(
+            ModelBytes.of(LAYOUT), parameters="host", optimizer="host", micro_steps=1
+        )
+        times = PassTimes(forward_s=0.1, backward_s=0.1)
+        found = predict_step(
+            LAYOUT, host, traffic, choices,
+            machine=replace(MACHINE, update_parameters_per_s=5e7),
+            passes=[times] * len(LAYOUT.units),
+            shares_cores=config(**{"tiers.device.kind": device}).shares_cores,
+        )  # fmt: skip
+        return found.step.step_s
+
+    assert step_s("cpu") > 1.15 * step_s("cuda")
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])
