@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import same_bits
-from parity.sessions import PLACEMENTS, open_session
+from parity.sessions import PLACEMENTS, open_session, use_small_records
 from torch import nn
 from torch.nn import functional
 
@@ -168,6 +168,27 @@ def test_a_fetch_that_is_interrupted_as_it_begins_is_begun_anew(tmp_path, monkey
             patched.setattr(tier, "start_read", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, 0)
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "none"])
+def test_a_fetch_of_which_a_part_cannot_begin_keeps_no_slot(tmp_path, monkeypatch, overlap):
+    use_small_records(monkeypatch)
+    with open_session(tmp_path, budget_bytes=400_000, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        read = session._store.read
+
+        def refuse(record, *args, **kwargs):
+            if record.endswith("blocks.1#2"):  # reads of two others have begun
+                raise offload.StorageError("cannot read: no such device")
+            return read(record, *args, **kwargs)
+
+        for _ in range(2 * session._wrapped.plan.num_slots):
+            with monkeypatch.context() as patched:
+                patched.setattr(session._store, "read", refuse)
+                with pytest.raises(offload.StorageError, match="no such device"):
+                    loss_of(model, 0)
 
         assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
 
