@@ -178,13 +178,15 @@ def _handed_over(config: Config, arrangement: Arrangement) -> frozenset[str]:
     policy, host, layout = config.policy, arrangement.host, arrangement.layout
     if not config.offload or policy.parameters != "storage":
         return frozenset()
+    if config.train.eval_every == 1:  # the forward of a validation takes them
+        return frozenset()
     return handed_over(
         layout,
         # Where the device has memory of its own they come through the slots in the host's.
         min(_num_free_slots(config, arrangement), host.num_slots),
         records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
         tiled=arrangement.discovered.wide_names,
-        is_finished_at_once=config.tiers.storage.commit_every == 1,
+        is_finished_at_once=1 in (config.tiers.storage.commit_every, config.checkpoint.save_every),
     )
 
 

@@ -6,7 +6,6 @@ policy; what is compared comes from `parity.oracle`, which knows nothing of the 
 
 import contextlib
 import copy
-import functools
 import gc
 import shutil
 import tempfile
@@ -24,16 +23,15 @@ from parity.side_by_side import require_equal_gradients, require_equal_state
 from torch import nn
 
 import offload
-from offload.layout import build_layout
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 GENEROUS = 8 << 20
-LAYOUTS = "offload.streaming.model_layout.build_layout"
+RECORD_SIZES = "offload.plan.record_size.SIZES"
 
 
 @st.composite
 def policies(draw):
-    """Draws a legal policy, and how much more than the least memory there is."""
+    """Draws a legal policy, how much more than the least memory there is, and the window."""
     parameters = draw(st.sampled_from(["storage", "storage", "host", "device"]))
     optimizer = draw(st.sampled_from(["storage", "host"]))
     overlap = draw(st.sampled_from(["none", "forward", "backward", "both"]))
@@ -48,7 +46,8 @@ def policies(draw):
         "prefetch": draw(st.integers(0, 3)),
         "striping": draw(st.sampled_from(["adaptive", "modulo"])),
     }
-    return policy, draw(st.sampled_from([0, 0, 10_000, 60_000, GENEROUS]))
+    more_bytes = draw(st.sampled_from([0, 0, 10_000, 60_000, GENEROUS]))
+    return policy, more_bytes, draw(st.sampled_from([1, 20_000, 64 << 20]))
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -71,8 +70,7 @@ class SessionMachine(RuleBasedStateMachine):
         assume(checkpoint == "none" or name not in ("random_depth", "convolutional"))
         self.directory = Path(tempfile.mkdtemp(prefix="offload-program-"))
         self.stack = contextlib.ExitStack()
-        small = functools.partial(build_layout, record_elements=SMALL_RECORD_ELEMENTS)
-        self.stack.enter_context(mock.patch(LAYOUTS, small))
+        self.stack.enter_context(mock.patch(RECORD_SIZES, (SMALL_RECORD_ELEMENTS,)))
         self.architecture, self.dtype, self.codec = ARCHITECTURES[name], dtype, codec
         self.stores = [self.directory / f"path{index}" for index in range(num_paths)]
         self.activations = {"checkpoint": checkpoint, "offload": moved, "threshold": "1KiB",
@@ -95,10 +93,10 @@ class SessionMachine(RuleBasedStateMachine):
             gc.collect()
 
     def open(self, policy, *, resume):
-        self.policy, more_bytes = policy
+        self.policy, more_bytes, self.window = policy
         if self.device != "cpu" and self.is_early():
             self.policy = {**self.policy, "overlap": "forward"}  # the others are refused there
-        note(f"{self.policy} with {more_bytes} bytes more than needed")
+        note(f"{self.policy}, {more_bytes} bytes more than needed, a window of {self.window}")
         host_bytes, device_bytes = self.smallest_bytes()
         options = {} if device_bytes is None else {"device_memory": device_bytes + more_bytes}
         self.session = self.new_session(
@@ -123,7 +121,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def new_session(self, stores, **options):
         return offload.Session(
-            {"activations": self.activations},
+            {"activations": self.activations, "tiers": {"host": {"window": self.window}}},
             device=self.device,
             store=stores,
             policy=self.policy,

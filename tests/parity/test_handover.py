@@ -157,3 +157,23 @@ def test_backward_prefetches_no_further_for_units_that_came_from_an_update(tmp_p
             assert counters.prefetches == before
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.unified
+@pytest.mark.parametrize(
+    "every_step",
+    [{}, {"train__eval_every": 1}, {"checkpoint__save_every": 1}],
+    ids=["steps alone", "validation", "checkpoints"],
+)
+def test_a_plan_knows_what_of_a_step_is_read_when_something_follows_each(
+    tmp_path, small_config, train, every_step
+):
+    settings = {"train__eval_every": 0, "train__max_grad_norm": 0.0} | every_step
+    config = small_config(
+        model__layers=8, model__width=128, model__heads=2, train__steps=5,
+        tiers__host__memory="6MiB", tiers__storage__commit_every=0, policy="laptop", **settings,
+    )  # fmt: skip
+
+    found = train(config, run_dir=tmp_path / "run", validates=True)
+
+    assert found.read_bytes_per_step == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)

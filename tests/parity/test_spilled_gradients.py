@@ -21,13 +21,19 @@ def make():
     return build(SmallGPT, layers=6)
 
 
+ONE_RECORD = {"tiers": {"host": {"window": 1}}}
+"""What is left of the budget is for gradients then."""
+
+
 def smallest_bytes(tmp_path, placement=("storage", "storage"), **options):
+    options.setdefault("config", ONE_RECORD)
     with open_session(tmp_path / "planned", placement, budget_bytes=1 << 30, **options) as session:
         session.wrap(make())
         return session._wrapped.plan.smallest_bytes
 
 
 def open_spilling(tmp_path, placement=("storage", "storage"), *, extra_bytes=0, **options):
+    options.setdefault("config", ONE_RECORD)
     budget_bytes = smallest_bytes(tmp_path, placement, **options) + extra_bytes
     return open_session(tmp_path, placement, budget_bytes=budget_bytes, **options)
 
