@@ -111,8 +111,14 @@ def test_passes_in_pieces_teach_nothing_of_those_without():
     passes = ComputeTimes(forward_s=2.0, backward_s=4.0)
 
     newer = refined(
-        KNOWN, config(), micro_step=passes, other_s=0.5, activation_bytes=1, tiled={"head"}, **settings
-    )  # fmt: skip
+        KNOWN,
+        config(),
+        micro_step=passes,
+        other_s=0.5,
+        activation_bytes=1,
+        tiled={"head"},
+        **settings,
+    )
 
     assert newer.find_run(run_shape(config()), threads=2) is None
     assert newer.find_run(run_shape(config(), tiled=["head"]), threads=2).forward_s == 2.0
