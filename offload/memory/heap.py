@@ -59,7 +59,7 @@ def large_blocks_mapped() -> Iterator[None]:
     blocks again and again, and mapping each anew would cost them time. A threshold that the
     environment sets is left as it is.
     """
-    option = None if _is_chosen_by_user() else _function("mallopt")
+    option = None if _is_chosen_by_user("mmap_threshold") else _function("mallopt")
     if option is None:
         yield
         return
@@ -68,7 +68,8 @@ def large_blocks_mapped() -> Iterator[None]:
         yield
     finally:
         option(_MMAP_THRESHOLD, _LAST_MMAP_THRESHOLD)
-        option(_TRIM_THRESHOLD, 2 * _LAST_MMAP_THRESHOLD)
+        if not _is_chosen_by_user("trim_threshold"):
+            option(_TRIM_THRESHOLD, 2 * _LAST_MMAP_THRESHOLD)
 
 
 def _function(name: str) -> Callable[..., int] | None:
@@ -76,6 +77,6 @@ def _function(name: str) -> Callable[..., int] | None:
     return found
 
 
-def _is_chosen_by_user() -> bool:
+def _is_chosen_by_user(threshold: str) -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tunables
+    return f"MALLOC_{threshold.upper()}_" in os.environ or f"malloc.{threshold}=" in tunables

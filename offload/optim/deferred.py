@@ -10,6 +10,7 @@ parameters, and for all before it writes gradients, commits, or looks at the sta
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from types import TracebackType
 
 import torch
 
@@ -60,6 +61,7 @@ class DeferredUpdates:
         self._num_threads = 1
         self._caller = 0
         self._failure: BaseException | None = None
+        self._failed_at: TracebackType | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -150,7 +152,8 @@ class DeferredUpdates:
         """
         with self._changed:
             if self._num_left.get(unit):
-                self._callbacks.setdefault(unit, []).append(callback)
+                if self._failure is None:
+                    self._callbacks.setdefault(unit, []).append(callback)
                 return
         callback()
 
@@ -169,6 +172,8 @@ class DeferredUpdates:
                 return None
             handed = HandedOver(into, lambda each, asks: self._wait_handed(number, each, asks=asks))
             number = self._handovers.add(subgroup, handed)
+            if self._failure is not None:
+                handed.let_go()
         self._pipeline.wake()  # it may wait for this
         return handed
 
@@ -224,7 +229,7 @@ class DeferredUpdates:
         self._hurry()
         with self._changed:
             self._changed.wait_for(lambda: self._job is None)
-            self._failure = None
+            self._failure = self._failed_at = None
             self.was_raised = False
             self._num_left.clear()
             self._callbacks.clear()
@@ -260,7 +265,8 @@ class DeferredUpdates:
         if not is_reached():
             assert self._failure is not None
             self.was_raised = True
-            raise self._failure
+            # Frames that the failure went through before must not keep what they referred to.
+            raise self._failure.with_traceback(self._failed_at)
         if threading.get_ident() != self._caller:  # it waits ahead of the caller
             return 0.0
         waited_s = time.perf_counter() - started_s
@@ -294,8 +300,10 @@ class DeferredUpdates:
             with self._changed:
                 self._job = None
                 self._failure = failure
-                if failure is not None:
+                if failure is not None:  # what waits must not keep slots
+                    self._failed_at = failure.__traceback__
                     self._callbacks.clear()
+                    self._handovers.fail()
                 self._changed.notify_all()
             del failure
 

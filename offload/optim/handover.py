@@ -9,7 +9,7 @@ still are read as far ahead as there are buffers, and slots come free as fast as
 """
 
 import threading
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -54,6 +54,10 @@ class HandedOver:
         """As `wait`, but leaves the update its time."""
         if not self._given.is_set():
             self._wait_for(self, False)
+
+    def let_go(self) -> None:
+        """Refers to the memory no more: the update has failed, and whoever waits is told."""
+        self._into = None
 
     def cancel(self) -> None:
         """Ends the wait: what was to be filled is worth nothing."""
@@ -132,11 +136,19 @@ class Handovers:
         """Says that a record is written."""
         self._unwritten.discard(number)
 
+    def fail(self) -> None:
+        """Lets go of all memory that waits: no more records are updated."""
+        for handed in self._all_waiting():
+            handed.let_go()
+
     def clear(self) -> None:
         """Forgets the step, and what waits for it."""
-        for waiting in self._waiting.values():
-            for handed in waiting.values():
-                handed.cancel()
+        for handed in self._all_waiting():
+            handed.cancel()
         self._missing.clear()
         self._waiting.clear()
         self._unwritten.clear()
+
+    def _all_waiting(self) -> Iterator[HandedOver]:
+        for waiting in self._waiting.values():
+            yield from waiting.values()

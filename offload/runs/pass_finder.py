@@ -57,7 +57,9 @@ class PassFinder:
             copy_bytes_per_s: Of copies in memory.
         """
         config = self._config
-        run = self._profile.find_run(run_shape(config), threads=self._threads)
+        run = self._profile.find_run(
+            run_shape(config, tiled=self._plan.tiled), threads=self._threads
+        )
         layers = self._layer_passes(measures=run is None)
         passes = self._of_layers(layers) if layers is not None else None
         if passes is None and config.tiers.device.kind == "cpu":

@@ -8,7 +8,7 @@ within a few runs, and one bad run does little harm.
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,6 +69,7 @@ def refine_profile(
                 read_profile(file),
                 config,
                 threads=torch.get_num_threads(),
+                tiled=plan.tiled,
                 machine=machine if moved_bytes >= _LEAST_BYTES else None,
                 directories=directories,
                 kernel_dtype=plan.layout.usual_dtype,
@@ -81,10 +82,15 @@ def refine_profile(
         _LOG.warning("the machine's profile was not refined: %s", error)
 
 
-def run_shape(config: Config) -> str:
-    """Returns all that the passes of a run's own model depend on, as text."""
+def run_shape(config: Config, *, tiled: Collection[str] = ()) -> str:
+    """Returns all that the passes of a run's own model depend on, as text.
+
+    Args:
+        config: Of the run.
+        tiled: Names of units that are computed in pieces.
+    """
     train, activations = config.train, config.activations
-    parts = {
+    parts: dict[str, object] = {
         "model": config.model.model_dump(exclude_defaults=True),
         "batch": train.batch,
         "gradients": train.gradient_dtype,
@@ -93,6 +99,8 @@ def run_shape(config: Config) -> str:
         "activations": activations.offload if config.offload else "none",
         "device": config.tiers.device.kind,
     }
+    if tiled:
+        parts["in_pieces"] = sorted(tiled)
     return json.dumps(parts, sort_keys=True, default=str)
 
 
@@ -107,6 +115,7 @@ def refined(
     micro_step: ComputeTimes | None,
     other_s: float | None,
     activation_bytes: int,
+    tiled: Collection[str] = (),
 ) -> MachineProfile:
     """Returns what of a profile is better known after a run; the rest of it stays.
 
@@ -121,12 +130,13 @@ def refined(
         micro_step: What the passes of one took without an update; None where that is not known.
         other_s: Of a step, what is neither pass nor update.
         activation_bytes: The most at one time.
+        tiled: Names of units that are computed in pieces.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     runs: tuple[RunProfile, ...] = ()
     if micro_step is not None:
         run = RunProfile(
-            shape=run_shape(config),
+            shape=run_shape(config, tiled=tiled),
             threads=threads,
             forward_s=micro_step.forward_s,
             backward_s=micro_step.backward_s,

@@ -4,7 +4,8 @@
 Under autocast the graph would keep a copy in bf16 of every fp32 weight from forward to backward.
 What the copy is made of shows in its history: views of nothing but a copy of a parameter. The
 parameter's values are there again in backward, so the copy can be made then, with the same bits.
-A cast of a frozen parameter has no history, nor has one inside a compiled block: those stay.
+A cast of a frozen parameter has no history, nor has one inside a compiled block: those stay. So
+does one whose parameter was edited, in the slot where it is, before the cast was first saved.
 """
 
 from collections.abc import Iterable
@@ -78,17 +79,26 @@ class Casts:
             return None
         unit, binding = place
         # Autocast keeps a cast for a while: it is of the values that there were then.
-        facts: dict[str, int] = cast(Any, node).metadata
+        facts: dict[str, int | None] = cast(Any, node).metadata
+        version = facts.setdefault(_FIRST_SEEN, _version_of(binding))
+        if version is None:
+            return None
         return SavedCast(
             unit=unit,
             binding=binding,
-            version=facts.setdefault(_FIRST_SEEN, binding.parameter._version),
+            version=version,
             counter=counter_of(tensor),
             dtype=tensor.dtype,
             offset=int(tensor.storage_offset()),
             shape=tensor.shape,
             stride=tensor.stride(),
         )
+
+
+def _version_of(binding: Binding) -> int | None:
+    """Returns the parameter's version; None after an edit, which a cast may be older than."""
+    version = binding.parameter._version
+    return version if version == binding.seen_version else None
 
 
 def _shows_all(tensor: torch.Tensor, parameter: torch.Tensor, *, is_view: bool) -> bool:

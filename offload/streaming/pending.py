@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from offload.memory import memory_of
 from offload.optim.deferred import DeferredUpdates
 from offload.optim.handover import HandedOver
 from offload.streaming.tier import HostUnits, StoredUnits
-from offload.streaming.unit import Transfer
+from offload.streaming.unit import Transfer, start_all
 
 
 class PendingUnits:
@@ -96,7 +96,7 @@ class PendingUnits:
         self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
         """As `start_read`, into host memory, from storage or from the updates."""
-        tier, deferred = self._tier, self._deferred
+        tier = self._tier
         assert isinstance(tier, StoredUnits)
         if part is not None:
             return self._when_updated(
@@ -104,21 +104,7 @@ class PendingUnits:
                 is_prefetch,
                 lambda is_ahead: tier.start_read_into(unit, into, is_prefetch=is_ahead, part=part),
             )
-        transfers: list[Transfer] = []
-        late: list[tuple[Subgroup, memoryview]] = []
-        for subgroup, memory in tier.parts(unit, into):
-            handed = deferred.hand_over(subgroup.name, memory)
-            if handed is not None:
-                transfers.append(handed)
-            elif deferred.is_written(subgroup.name):
-                transfers += tier.read_parts([(subgroup, memory)], is_prefetch=is_prefetch)
-            else:
-                late.append((subgroup, memory))
-        if late:
-            transfers += self._when_updated(
-                unit, is_prefetch, lambda is_ahead: tier.read_parts(late, is_prefetch=is_ahead)
-            )
-        return transfers
+        return start_all(self._start_parts(tier, unit, into, is_prefetch))
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit, whose update is done, and waits."""
@@ -132,6 +118,23 @@ class PendingUnits:
         """Ends prefetches whose updates failed; what they were to fill is worth nothing."""
         for late in list(self._late):
             late.cancel()
+
+    def _start_parts(
+        self, tier: StoredUnits, unit: Unit, into: memoryview, is_prefetch: bool
+    ) -> Iterator[Transfer]:
+        late: list[tuple[Subgroup, memoryview]] = []
+        for subgroup, memory in tier.parts(unit, into):
+            handed = self._deferred.hand_over(subgroup.name, memory)
+            if handed is not None:
+                yield handed
+            elif self._deferred.is_written(subgroup.name):
+                yield from tier.read_parts([(subgroup, memory)], is_prefetch=is_prefetch)
+            else:
+                late.append((subgroup, memory))
+        if late:
+            yield from self._when_updated(
+                unit, is_prefetch, lambda is_ahead: tier.read_parts(late, is_prefetch=is_ahead)
+            )
 
     def _when_updated(
         self, unit: Unit, is_prefetch: bool, read: Callable[[bool], list[Transfer]]

@@ -23,7 +23,7 @@ from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import CopyState, StreamedUnit, Transfer
+from offload.streaming.unit import CopyState, StreamedUnit, Transfer, wait_quietly
 
 logger = logging.getLogger("offload.streaming")
 
@@ -249,13 +249,13 @@ class Residency:
         try:
             self._wait(read.transfers, "fetching a tile")
         except BaseException:
-            _wait_quietly(read.transfers)
+            wait_quietly(read.transfers)
             raise
         return read.memory
 
     def drop_part(self, read: "PartRead") -> None:
         """Waits for a part that nobody asks for any more, whatever it gives."""
-        _wait_quietly(read.transfers)
+        wait_quietly(read.transfers)
 
     def _read_whole(self, unit: StreamedUnit) -> None:
         """Reads a wide unit into memory of its own, which no budget covers, through a slot."""
@@ -266,10 +266,10 @@ class Residency:
         )
         arena = Arena(unit.layout.num_bytes)
         arena.open()
-        unit.move_to(CopyState.FETCHING)
         base = storage_over(arena.whole())
         for part in unit.subgroups:
             base[part.start : part.stop].copy_(self.finish_part(self.start_part(unit, part)))
+        unit.move_to(CopyState.FETCHING)
         unit.base = base
 
     def evict(self, unit: StreamedUnit) -> None:
@@ -279,7 +279,7 @@ class Residency:
         if unit.state is CopyState.FETCHING:
             with contextlib.suppress(OffloadError):
                 self._tier.wait_updated(unit.transfers)
-            _wait_quietly(unit.transfers)  # nobody asks for these bytes any more
+            wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
         self._drop(unit)
@@ -328,13 +328,19 @@ class Residency:
         unit.fetched_since_s = time.perf_counter()
         from_update_bytes = self._tier.bytes_from_update(unit.layout)
         unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
-        unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
+        try:
+            unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
+        except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
+            self._drop(unit)
+            raise
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         try:
             self._wait(unit.transfers, "fetching a unit")
+            for binding in unit.bindings:
+                binding.require_untouched()
         except BaseException:
-            _wait_quietly(unit.transfers)  # the others may still write to the slot
+            wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
         unit.transfers = []
@@ -373,6 +379,7 @@ class Residency:
         unit.transfers = []
         unit.base = None
         unit.hashes = None
+        unit.is_updated = False
         unit.move_to(CopyState.ABSENT)
 
     def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:
@@ -432,9 +439,3 @@ class Residency:
     @property
     def _tier_name(self) -> str:
         return "host" if self._device.is_unified else "device"
-
-
-def _wait_quietly(transfers: Sequence[Transfer]) -> None:
-    for transfer in transfers:
-        with contextlib.suppress(OffloadError):
-            transfer.wait()

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from offload.storage.engine import Priority
 from offload.storage.stalls import CHECKSUM, LINK, path_label
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
-from offload.streaming.unit import Transfer
+from offload.streaming.unit import Transfer, start_all
 
 
 class StoredUnits:
@@ -70,7 +70,7 @@ class StoredUnits:
         """As `start_read`, into host memory."""
         if part is not None:
             priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
-            return self._read_part(unit, into, part, priority)
+            return start_all(self._read_part(unit, into, part, priority))
         return self.read_parts(self.parts(unit, into), is_prefetch=is_prefetch)
 
     def read_parts(
@@ -78,31 +78,27 @@ class StoredUnits:
     ) -> list[Transfer]:
         """Starts filling memory with each subgroup's parameters."""
         priority = Priority.PREFETCH if is_prefetch else Priority.NEEDED
-        return [
+        return start_all(
             self._store.read(parameter_key(subgroup), memory, priority=priority)
             for subgroup, memory in parts
-        ]
+        )
 
     def _read_part(
         self, unit: Unit, into: memoryview, part: range, priority: Priority
-    ) -> list[Transfer]:
+    ) -> Iterator[Transfer]:
         """Reads the part of each subgroup of a unit with one shard; `part` has whole granules."""
-        transfers: list[Transfer] = []
         for subgroup in self._layout.subgroups[unit.shards[0].name]:
             begin, num_bytes = subgroup.offset_bytes, subgroup.padded_parameter_bytes
             first, stop = max(part.start, begin), min(part.stop, begin + num_bytes)
             if first >= stop:
                 continue
-            transfers.append(
-                self._store.read(
-                    parameter_key(subgroup),
-                    into[first - part.start : stop - part.start],
-                    offset=first - begin,
-                    num_bytes=None if stop == begin + num_bytes else stop - first,
-                    priority=priority,
-                )
+            yield self._store.read(
+                parameter_key(subgroup),
+                into[first - part.start : stop - part.start],
+                offset=first - begin,
+                num_bytes=None if stop == begin + num_bytes else stop - first,
+                priority=priority,
             )
-        return transfers
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit and waits."""
@@ -110,10 +106,10 @@ class StoredUnits:
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
         """Writes the whole unit from host memory and waits."""
-        tickets = [
+        tickets = start_all(
             self._store.write(parameter_key(subgroup), memory, num_bytes=subgroup.parameter_bytes)
             for subgroup, memory in self.parts(unit, source)
-        ]
+        )
         for ticket in tickets:
             ticket.wait()
 
@@ -274,7 +270,7 @@ class StagedUnits:
     def drain(self) -> None:
         """Waits until every staging slot is free."""
         while self._in_flight:
-            self._end(self._in_flight.popleft())
+            self._end_first()
 
     def bytes_from_update(self, unit: Unit) -> int:
         """As storage has it."""
@@ -361,20 +357,22 @@ class StagedUnits:
         self._reap()
         slot = self._staging.try_lease()
         while slot is None:
-            self._end(self._in_flight.popleft())
+            self._end_first()
             slot = self._staging.try_lease()
         return slot
 
     def _reap(self) -> None:
         while self._in_flight and self._in_flight[0].done():
-            self._end(self._in_flight.popleft())
+            self._end_first()
 
-    def _end(self, read: "_StagedRead") -> None:
+    def _end_first(self) -> None:
+        read = self._in_flight[0]  # an interrupt of the waits leaves it there
         with contextlib.suppress(Exception):
             if not read.is_read():
                 self._stored.wait_updated(read.reads)
         with contextlib.suppress(Exception):  # whoever waits for the unit gets the error
             read.synchronize()
+        self._in_flight.popleft()
         self._staging.release(read.slot)
 
 

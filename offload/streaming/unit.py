@@ -1,7 +1,8 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import xxhash
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from offload.errors import StoreError
+from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
 
@@ -20,6 +21,24 @@ class Transfer(Protocol):
 
     def wait(self) -> None: ...
     def done(self) -> bool: ...
+
+
+def wait_quietly(transfers: Iterable[Transfer]) -> None:
+    """Waits until none of the transfers touches memory any more, whatever they give."""
+    for transfer in transfers:
+        with contextlib.suppress(OffloadError):
+            transfer.wait()
+
+
+def start_all(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Returns what an iterator starts; if it ends in an error, what it had started is over."""
+    started: list[Transfer] = []
+    try:
+        started.extend(transfers)
+    except BaseException:  # an interrupt too: nobody else knows of these, and they use the memory
+        wait_quietly(started)
+        raise
+    return started
 
 
 class CopyState(Enum):
@@ -61,13 +80,8 @@ class Binding:
         self.seen_version = parameter._version
 
     def attach(self, base: torch.Tensor) -> None:
-        """Points the parameter at its bytes in the slot under `base`.
-
-        Raises:
-            StoreError: The user wrote to the parameter while it was absent.
-        """
+        """Points the parameter at its bytes in the slot under `base`."""
         parameter = self.parameter
-        self._require_untouched()
         parameter.data = self.values_in(base)
         self.seen_version = parameter._version
 
@@ -84,7 +98,8 @@ class Binding:
     def detach(self) -> None:
         self.parameter.data = self.placeholder
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
+        """Raises StoreError if the user wrote to the parameter while it was absent."""
         single = self.placeholder
         if not self.num_bytes or not single.is_floating_point():
             return

@@ -205,6 +205,34 @@ def test_a_cast_of_earlier_values_that_autocast_still_has_is_refused(tmp_path):
             loss.backward()
 
 
+class EditedBetween(nn.Module):
+    """Edits its weight after the cast that it uses, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        cast = self.weight.to(torch.bfloat16)
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return ((x @ cast) @ cast.t()).sum()
+
+
+def test_a_cast_from_before_an_edit_is_kept_as_it_is(tmp_path):
+    expected, found = (torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "12")
+    plain = build(EditedBetween, dtype=torch.float32)
+    plain(expected).backward()
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(EditedBetween, dtype=torch.float32))
+
+        model(found).backward()
+
+        assert same_bits(found.grad, expected.grad)
+        assert same_bits(model.weight.grad, plain.weight.grad)
+        assert same_bits(model.weight, plain.weight)
+
+
 class ChangedCast(nn.Module):
     """Computes with a cast that is changed in place before it is saved, or after."""
 

@@ -178,3 +178,19 @@ def test_a_configured_run_on_the_device_equals_one_in_memory(
     assert streamed.losses == in_memory.losses
     assert streamed.state_digest == in_memory.state_digest
     assert streamed.device_peak_bytes <= streamed.device_budget_bytes == budget
+
+
+def test_an_interrupt_while_a_staging_slot_is_awaited_loses_none(tmp_path, monkeypatch):
+    with _session(tmp_path, device_memory=2 * UNIT_BYTES) as session:
+        model = session.wrap(build(SmallGPT))
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        for _ in range(session._wrapped.plan.num_slots):
+            with monkeypatch.context() as patched:
+                patched.setattr("offload.streaming.tier._StagedRead.synchronize", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, 0)
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()

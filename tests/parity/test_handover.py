@@ -144,6 +144,22 @@ def test_what_is_handed_over_is_what_the_reference_has(
 
 
 @pytest.mark.unified
+def test_backward_prefetches_no_further_for_units_that_came_from_an_update(tmp_path, monkeypatch):
+    use_records(monkeypatch, 4096)
+    with open_session(tmp_path, budget_bytes=640_000, prefetch=0) as session:  # two slots
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        counters = session._wrapped.residency.counters
+        for step in range(3):
+            loss = loss_of(model, step)
+            before = counters.prefetches
+            loss.backward()
+            assert counters.prefetches == before
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.unified
 @pytest.mark.parametrize(
     "every_step",
     [{}, {"train__eval_every": 1}, {"checkpoint__save_every": 1}],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import same_bits
-from parity.sessions import PLACEMENTS, open_session
+from parity.sessions import PLACEMENTS, open_session, use_small_records
 from torch import nn
 from torch.nn import functional
 
@@ -131,8 +131,9 @@ def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
             for parameter in model.parameters():
                 edit(parameter)
 
-        with pytest.raises(offload.StoreError, match="while it was not in memory"):
-            loss_of(model, 0)
+        for _ in range(2):
+            with pytest.raises(offload.StoreError, match="while it was not in memory"):
+                loss_of(model, 0)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -151,6 +152,43 @@ def test_interrupts_leave_no_unit_held(tmp_path, where):
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, 0).backward()
             handle.remove()
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+def test_a_fetch_that_is_interrupted_as_it_begins_is_begun_anew(tmp_path, monkeypatch):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        tier = session._wrapped.residency._tier
+
+        def interrupt(*_, **__):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, "start_read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, 0)
+
+        assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "none"])
+def test_a_fetch_of_which_a_part_cannot_begin_keeps_no_slot(tmp_path, monkeypatch, overlap):
+    use_small_records(monkeypatch)
+    with open_session(tmp_path, budget_bytes=400_000, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        read = session._store.read
+
+        def refuse(record, *args, **kwargs):
+            if record.endswith("blocks.1#2"):  # reads of two others have begun
+                raise offload.StorageError("cannot read: no such device")
+            return read(record, *args, **kwargs)
+
+        for _ in range(2 * session._wrapped.plan.num_slots):
+            with monkeypatch.context() as patched:
+                patched.setattr(session._store, "read", refuse)
+                with pytest.raises(offload.StorageError, match="no such device"):
+                    loss_of(model, 0)
 
         assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
 

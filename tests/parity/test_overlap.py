@@ -397,6 +397,13 @@ class TestFailure:
         with pytest.raises(StorageError, match="no space"):
             loss_of(model, 2)
 
+    def test_is_raised_by_every_forward_that_follows(self, failing):
+        _, model, _ = failing
+
+        for _ in range(8):  # more than there are slots
+            with pytest.raises(StorageError, match="no space"):
+                loss_of(model, 2)
+
     def test_is_raised_by_a_commit_and_no_other_is_accepted(self, failing):
         session, _, optimizer = failing
 

@@ -272,6 +272,23 @@ def test_state_dict_load_copies_and_edits_bring_the_whole_weight(tmp_path):
         require_near(model, reference)
 
 
+def test_a_whole_weight_whose_reading_failed_is_read_again(tmp_path, monkeypatch):
+    with open_wide(tmp_path) as session:
+        model = session.wrap(build())
+        tier = session._wrapped.residency._tier
+
+        def fail(*_, **__):
+            raise offload.StorageError("cannot read: no such device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, "start_read", fail)
+            for _ in range(2):
+                with pytest.raises(offload.StorageError, match="no such device"):
+                    model.state_dict()
+
+        assert same_bits(model.state_dict()["head.weight"], build().head.weight)
+
+
 def test_a_store_goes_on_with_the_pieces_that_it_began_with(tmp_path):
     model = build()
     with open_wide(tmp_path) as session:

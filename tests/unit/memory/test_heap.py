@@ -106,3 +106,22 @@ def test_a_threshold_of_the_users_stays(environment: dict[str, str]) -> None:
 
     assert inside >= 24 << 20
     assert outside >= 24 << 20
+
+
+def test_what_the_user_trims_at_stays() -> None:
+    freed = """
+for block in kept[8:]:  # the end of the heap
+    libc.free(block)
+print(heap_bytes() - inside)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + freed, str(HEAP)],
+        env={**os.environ, "MALLOC_TRIM_THRESHOLD_": str(1 << 20)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    grown, left = done.stdout.splitlines()
+    assert int(grown.split()[1]) >= 24 << 20
+    assert int(left) < 4 << 20

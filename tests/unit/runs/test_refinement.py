@@ -107,6 +107,24 @@ def test_known_rates_move_half_way_and_settings_stay():
     assert newer.memory[0].copy_bytes_per_s == pytest.approx(2e10)
 
 
+def test_passes_in_pieces_teach_nothing_of_those_without():
+    settings = {"threads": 2, "machine": None, "directories": (), "kernel_dtype": "bfloat16"}
+    passes = ComputeTimes(forward_s=2.0, backward_s=4.0)
+
+    newer = refined(
+        KNOWN,
+        config(),
+        micro_step=passes,
+        other_s=0.5,
+        activation_bytes=1,
+        tiled={"head"},
+        **settings,
+    )
+
+    assert newer.find_run(run_shape(config()), threads=2) is None
+    assert newer.find_run(run_shape(config(), tiled=["head"]), threads=2).forward_s == 2.0
+
+
 def test_a_path_that_the_run_held_back_teaches_nothing():
     newer = refine(KNOWN, **{"tiers.storage.rate_limit": "1MB"})
 
