@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from offload.config import build_config
+from offload.errors import ConfigError
 from offload.plan.machine_profile import MARK, parse_profile, read_profile
 from offload.runs.gpt import GPT, GPTShape
 from offload.runs.operation_count import count_passes
@@ -251,7 +252,7 @@ def test_the_cost_of_commits_follows_the_limit_of_the_path(text, tmp_path):
 
 def test_a_profile_that_cannot_be_written_does_not_end_a_plan(text, tmp_path, monkeypatch):
     def full(file, measured):
-        raise OSError(28, "No space left on device")
+        raise ConfigError(f"no room for {file}")
 
     monkeypatch.setattr("offload.runs.prediction.add_to_profile", full)
     profile = tmp_path / "machine.toml"
