@@ -149,13 +149,13 @@ def train(
     from offload.cli.tables import render_train
     from offload.runs.train import run_training
 
-    console = output.progress_console()
+    progress = PrintedSteps(output.progress_console())
     result = run_training(
         settings,
         run_dir=run_dir,
         resume="auto" if resume == "auto" else Path(resume) if resume else None,
-        progress=PrintedSteps(console),
-        on_notice=lambda text: console.print(text, soft_wrap=True),
+        progress=progress,
+        on_notice=progress.note,
     )
     output.show(result, render_train)
     if result.stopped_by is not None:
@@ -401,11 +401,11 @@ def step(
     from offload.cli.progress import PrintedSteps
     from offload.cli.tables import render_train
 
-    console = output.progress_console()
+    progress = PrintedSteps(output.progress_console())
     result = bench_step(
         settings,
-        on_step=PrintedSteps(console),
-        on_notice=lambda text: console.print(text, soft_wrap=True),
+        on_step=progress,
+        on_notice=progress.note,
     )
     output.show(result, render_train)
 

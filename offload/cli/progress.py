@@ -35,7 +35,11 @@ class PrintedSteps:
             header = " ".join(f"{name:>{width}}" for name, width in _COLUMNS)
             self._console.print(Text(header, style="bold"), soft_wrap=True)
             self._has_header = True
-        self._console.print(Text(step_line(metrics)), soft_wrap=True)
+        self.note(step_line(metrics))
+
+    def note(self, text: str) -> None:
+        """Prints a line between those of steps."""
+        self._console.print(Text(text), soft_wrap=True)
 
 
 def step_line(metrics: StepMetrics) -> str:

@@ -1,4 +1,4 @@
-"""What residency asks of the tier where absent units live; `offload.streaming.tier` has them."""
+"""What is asked of the tiers where absent units live; `offload.streaming.tier` has them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,15 +9,11 @@ from offload.layout import Unit
 from offload.streaming.unit import Transfer
 
 
-class ParameterTier(Protocol):
-    """Where absent units live."""
-
-    def can_prefetch(self) -> bool:
-        """Returns whether a read that is not needed yet can start without waiting for room."""
-        ...
+class UnitTier(Protocol):
+    """Where absent units live, whoever fills memory from it."""
 
     def bytes_from_update(self, unit: Unit) -> int:
-        """Returns how much of a slot that is given to the unit now would be filled by its update.
+        """Returns how much of memory that is given to the unit now would be filled by its update.
 
         The rest is read.
         """
@@ -40,6 +36,18 @@ class ParameterTier(Protocol):
         """The smallest part of a subgroup that can be read."""
         ...
 
+    def write_from(self, unit: Unit, source: memoryview) -> None:
+        """Writes the whole unit from host memory and waits."""
+        ...
+
+
+class ParameterTier(UnitTier, Protocol):
+    """A tier as residency uses it: it fills slots."""
+
+    def can_prefetch(self) -> bool:
+        """Returns whether a read that is not needed yet can start without waiting for room."""
+        ...
+
     def start_read(
         self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
@@ -50,6 +58,12 @@ class ParameterTier(Protocol):
         """Writes the whole unit back from its slot and waits."""
         ...
 
-    def write_from(self, unit: Unit, source: memoryview) -> None:
-        """Writes the whole unit from host memory and waits."""
+
+class StoredTier(UnitTier, Protocol):
+    """Storage as staging uses it: it fills host memory."""
+
+    def start_read_into(
+        self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
+    ) -> list[Transfer]:
+        """Starts filling host memory with the unit, or `part` of its bytes."""
         ...

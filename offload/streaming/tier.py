@@ -18,6 +18,7 @@ from offload.storage.engine import Priority
 from offload.storage.stalls import CHECKSUM, LINK, path_label
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
+from offload.streaming.parameter_tier import StoredTier
 from offload.streaming.unit import Transfer, start_all
 
 
@@ -207,41 +208,6 @@ class Awaited(Protocol):
 
     def join(self) -> None:
         """Waits for it without asking for the update."""
-        ...
-
-
-class StoredTier(Protocol):
-    """Storage, as staging uses it."""
-
-    def bytes_from_update(self, unit: Unit) -> int:
-        """Returns how much of memory given to the unit now would be filled by its update."""
-        ...
-
-    def wait_readable(self, unit: Unit) -> None:
-        """Waits until the stored bytes are what they should be."""
-        ...
-
-    def wait_updated(self, transfers: Sequence[Transfer]) -> None:
-        """Waits until no update holds the transfers back."""
-        ...
-
-    def waits_for(self, transfers: Sequence[Transfer]) -> str:
-        """Returns what the transfers are in flight on."""
-        ...
-
-    @property
-    def granule_bytes(self) -> int:
-        """The smallest part that can be read."""
-        ...
-
-    def start_read_into(
-        self, unit: Unit, into: memoryview, *, is_prefetch: bool, part: range | None = None
-    ) -> list[Transfer]:
-        """Starts filling host memory with the unit, or `part` of its bytes."""
-        ...
-
-    def write_from(self, unit: Unit, source: memoryview) -> None:
-        """Writes the whole unit from host memory and waits."""
         ...
 
 
