@@ -23,7 +23,7 @@ from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import CopyState, StreamedUnit, Transfer, wait_quietly
+from offload.streaming.unit import CopyState, Edit, StreamedUnit, Transfer, wait_quietly
 
 logger = logging.getLogger("offload.streaming")
 
@@ -66,7 +66,7 @@ class Residency:
         pool: SlotPool[Any],
         tier: ParameterTier,
         prefetch_distance: int,
-        on_edit: Callable[[StreamedUnit, list[str]], None],
+        on_edit: Callable[[Sequence[Edit]], None],
         device: Device | None = None,
         stalls: StallAccount | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Residency:
         if is_recorded:
             self.prefetch()
             self._used_since_s = time.perf_counter()
-        elif unit.hashes is None:
+        elif unit.hashes is None:  # who looks may write through `parameter.data`
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
@@ -308,18 +308,15 @@ class Residency:
         """Writes a resident unit back if the user changed a parameter of it in place."""
         if unit.state is not CopyState.CLEAN or unit.base is None:
             return
-        edited = unit.edited_bindings()
-        if not edited:
+        edits = unit.edits()
+        if not edits:
             return
         if unit.is_wide:
             self._tier.write_from(unit.layout, memory_of(unit.base))
         else:
             self._tier.write(unit.layout, unit.base)
-        for binding in edited:
-            binding.seen_version = binding.parameter._version
-        if unit.hashes is not None:
-            unit.note_hashes()
-        self._on_edit(unit, [binding.name for binding in edited])
+        unit.see_edits()
+        self._on_edit(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         unit.move_to(CopyState.FETCHING)
@@ -348,6 +345,8 @@ class Residency:
         assert unit.base is not None
         for binding in unit.bindings:
             binding.attach(unit.base)
+        if self._device.is_unified:
+            unit.note_hashes()
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
 

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -128,6 +129,19 @@ class Binding:
         return parameter._version != self.seen_version
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """What the user did to a parameter in its slot.
+
+    Attributes:
+        hashes: Of its bytes before and after, where these alone show it; None where the version
+            counter moved.
+    """
+
+    name: str
+    hashes: tuple[int, int] | None
+
+
 class StreamedUnit:
     """A unit, its bindings and its copy state.
 
@@ -140,8 +154,8 @@ class StreamedUnit:
         is_updated: Whether all that is in the slot, or will be, comes from its update.
         was_used: Whether the unit was accessed since it was fetched.
         fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
-        hashes: Of each binding's bytes, once a parameter was looked at from outside a pass: an edit
-            through `parameter.data` moves no version counter.
+        hashes: Of each binding's bytes when they were last known to equal the store's, where they
+            are watched: an edit through `parameter.data` moves no version counter.
     """
 
     def __init__(
@@ -227,16 +241,26 @@ class StreamedUnit:
         """Notes the bytes of now, to find later which the user edited."""
         self.hashes = self._hash()
 
-    def edited_bindings(self) -> list[Binding]:
-        """Returns the bindings whose parameters the user changed in place while resident."""
+    def edits(self) -> list[Edit]:
+        """Returns what the user changed in place while it was resident, since that was seen."""
         assert self.base is not None
-        before = self.hashes
-        after = None if before is None else self._hash()
-        return [
-            binding
-            for index, binding in enumerate(self.bindings)
-            if binding.is_edited(self.base) or (before and after and before[index] != after[index])
-        ]
+        unwatched = [0] * len(self.bindings)
+        before = self.hashes or unwatched
+        after = self._hash() if self.hashes else unwatched
+        edits: list[Edit] = []
+        for binding, one, other in zip(self.bindings, before, after, strict=True):
+            if binding.is_edited(self.base):
+                edits.append(Edit(name=binding.name, hashes=None))
+            elif one != other:
+                edits.append(Edit(name=binding.name, hashes=(one, other)))
+        return edits
+
+    def see_edits(self) -> None:
+        """Takes what is in the slot now as seen."""
+        for binding in self.bindings:
+            binding.seen_version = binding.parameter._version
+        if self.hashes:
+            self.note_hashes()
 
     def _hash(self) -> list[int]:
         assert self.base is not None
