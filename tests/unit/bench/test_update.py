@@ -17,7 +17,7 @@ KEYS = {
     "update_s", "step_s", "read_bytes_per_step", "write_bytes_per_step",
     "formula_read_bytes_per_step", "formula_write_bytes_per_step", "cache_hit_rate", "bound_s",
     "achieved_over_bound", "update_bound_s", "update_achieved_over_bound", "parameters_per_s",
-    "paths", "state_digest",
+    "paths", "state_digest", "others_cpu_share",
 }  # fmt: skip
 PARAMETERS = 3 * (1 << 20) + 5
 
