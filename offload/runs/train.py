@@ -231,6 +231,7 @@ def _result(
         update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
+        others_cpu_share=summary.others_cpu_share,
         stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )
