@@ -8,7 +8,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ class PartRead:
     part: range
     memory: torch.Tensor
     transfers: list[Transfer]
+
+
+@contextlib.contextmanager
+def _errors_without_memory() -> Iterator[None]:
+    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 class Residency:
@@ -131,8 +142,8 @@ class Residency:
             is_recorded: Part of a pass, not a look from outside.
 
         Raises:
-            BudgetError: Every slot is held or reached by a tensor.
-            StorageError, CorruptStateError: The bytes could not be read.
+            BudgetError: Every slot is held or reached by a tensor, and no update failed.
+            StorageError, CorruptStateError: The bytes could not be read, or an update failed.
         """
         if is_recorded and unit.is_wide:
             raise BudgetError(
@@ -144,7 +155,8 @@ class Residency:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
         if unit.state is not CopyState.CLEAN:
-            self._bring(unit)
+            with _errors_without_memory():
+                self._bring(unit)
         unit.was_used = True
         self._current = unit
         if is_recorded:
@@ -192,6 +204,10 @@ class Residency:
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
+        with _errors_without_memory():
+            self._start_ahead()
+
+    def _start_ahead(self) -> None:
         ahead = 0
         for index in self.trace.upcoming():
             unit = self.units[index]
@@ -328,6 +344,7 @@ class Residency:
         try:
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
+            del base
             self._drop(unit)
             raise
 
@@ -387,6 +404,7 @@ class Residency:
             gc.collect()
             memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
+            self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(self._no_slot(unit))
         return memory
 

@@ -1,6 +1,5 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
-import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
+from offload.streaming.torch_private import next_node_number
 
 
 class Transfer(Protocol):
@@ -27,8 +27,10 @@ class Transfer(Protocol):
 def wait_quietly(transfers: Iterable[Transfer]) -> None:
     """Waits until none of the transfers touches memory any more, whatever they give."""
     for transfer in transfers:
-        with contextlib.suppress(OffloadError):
+        try:
             transfer.wait()
+        except OffloadError as error:
+            error.__traceback__ = None  # whoever keeps the error must not keep the memory
 
 
 def start_all(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -66,9 +68,18 @@ class Binding:
     Attributes:
         placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
         seen_version: The version counter when the bytes were last known to equal the store's.
+        values_since: What was the next number of a graph node when it was last seen to have moved.
     """
 
-    __slots__ = ("name", "num_bytes", "offset_bytes", "parameter", "placeholder", "seen_version")
+    __slots__ = (
+        "name",
+        "num_bytes",
+        "offset_bytes",
+        "parameter",
+        "placeholder",
+        "seen_version",
+        "values_since",
+    )
 
     def __init__(
         self, parameter: nn.Parameter, *, name: str, offset_bytes: int, device: torch.device | None
@@ -79,12 +90,18 @@ class Binding:
         self.num_bytes = parameter.numel() * parameter.element_size()
         self.placeholder = placeholder_of(parameter, device=device)
         self.seen_version = parameter._version
+        self.values_since = 0
 
     def attach(self, base: torch.Tensor) -> None:
         """Points the parameter at its bytes in the slot under `base`."""
-        parameter = self.parameter
-        parameter.data = self.values_in(base)
-        self.seen_version = parameter._version
+        self.parameter.data = self.values_in(base)
+        self.see_version()
+
+    def see_version(self) -> None:
+        """Takes what the parameter is now as what is stored."""
+        if self.parameter._version != self.seen_version:
+            self.seen_version = self.parameter._version
+            self.values_since = next_node_number()
 
     def values_in(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's values in the slot under `base`."""
@@ -258,7 +275,7 @@ class StreamedUnit:
     def see_edits(self) -> None:
         """Takes what is in the slot now as seen."""
         for binding in self.bindings:
-            binding.seen_version = binding.parameter._version
+            binding.see_version()
         if self.hashes:
             self.note_hashes()
 

@@ -52,6 +52,9 @@ class FakeTier:
     def wait_readable(self, unit):
         pass
 
+    def raise_failure(self):
+        pass
+
     def wait_updated(self, transfers):
         pass
 
