@@ -51,6 +51,10 @@ class PendingUnits:
         """
         self._deferred.wait_for(self._numbers[unit.name])
 
+    def settle(self) -> None:
+        """As the tier has it."""
+        self._tier.settle()
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back.
 

@@ -55,6 +55,9 @@ class FakeTier:
     def wait_updated(self, transfers):
         pass
 
+    def settle(self):
+        pass
+
     def waits_for(self, transfers):
         return "path"
 
