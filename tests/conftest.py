@@ -10,7 +10,7 @@ import pytest
 import torch
 
 _SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread", "Dummy-")
-"""Pools of the process that start with their first use and stay; autograd's for a GPU are `Dummy-`."""
+"""Pools of the process that start with their first use and stay; `Dummy-` is autograd's for a GPU."""
 _END_S = 2.0
 
 
