@@ -10,7 +10,7 @@ import pytest
 import torch
 
 _SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread", "Dummy-")
-"""Pools of the process that start with their first use and stay; `Dummy-` is autograd's for a GPU."""
+"""Pools of the process that start with their first use and stay; `Dummy-`: autograd's for a GPU."""
 _END_S = 2.0
 
 
