@@ -55,6 +55,10 @@ class PendingUnits:
         """As the tier has it."""
         self._tier.settle()
 
+    def raise_failure(self) -> None:
+        """Raises what ended the updates, if they failed."""
+        self._deferred.raise_failure()
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back.
 

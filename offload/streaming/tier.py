@@ -42,6 +42,9 @@ class StoredUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is stored is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
 
@@ -164,6 +167,9 @@ class HostUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is in host memory is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
 
@@ -272,6 +278,10 @@ class StagedUnits:
     def settle(self) -> None:
         """As storage has it: staging slots are of reads alone."""
         self._stored.settle()
+
+    def raise_failure(self) -> None:
+        """As storage has it."""
+        self._stored.raise_failure()
 
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back, nor those that the thread takes before.
