@@ -57,6 +57,8 @@ class RunPlan:
     """Units of one weight each that no slot holds: they are computed in pieces."""
     handed_over: frozenset[str] = frozenset()
     """Subgroups that go from their update into the slot in which the next forward uses them."""
+    kept: frozenset[str] = frozenset()
+    """Names of the units that a backward finds in their slots, or does not ask for."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"

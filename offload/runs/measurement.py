@@ -110,7 +110,10 @@ class Measurement:
             other_s=passes.other_s,
             tokens=tokens_per_step(config),
             handed_over=plan.handed_over,
+            kept=plan.kept,
             shares_cores=config.shares_cores,
+            link=plan.link,
+            device=plan.device,
         )
 
     def _held_before(self) -> int:

@@ -1,7 +1,7 @@
 import pytest
 
 from offload.layout import ParameterFacts, UnitFacts, build_layout
-from offload.plan.traffic import ModelBytes, kept_for_backward_bytes, step_traffic
+from offload.plan.traffic import ModelBytes, bytes_of_units, kept_for_backward, step_traffic
 
 MB = 10**6
 # 85 M parameters in bf16 under `split`: 2 bytes each, 10 bytes of state.
@@ -82,6 +82,8 @@ def test_the_last_units_of_forward_one_for_each_slot_stay_for_backward():
     ]
     layout = build_layout(units, codec="split")
 
-    kept = [kept_for_backward_bytes(layout, slots) for slots in (-1, 0, 1, 2, 3, 4)]
+    kept = [
+        bytes_of_units(layout, kept_for_backward(layout, slots)) for slots in (-1, 0, 1, 2, 3, 4)
+    ]
 
     assert kept == [0, 0, 2000, 2200, 2220, 2220]
