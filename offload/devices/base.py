@@ -60,6 +60,8 @@ class Device(ABC):
     """As in `tiers.device.kind`."""
     is_unified: ClassVar[bool] = False
     """Whether host arenas are device arenas, so that nothing is copied."""
+    computes_at_once: ClassVar[bool] = True
+    """Whether what an operation computes is there when its call returns."""
     copied_in_bytes = 0
     copied_out_bytes = 0
 

@@ -112,6 +112,7 @@ class CudaDevice(Device):
     """One CUDA device, with a stream for copies each way."""
 
     kind: ClassVar[str] = "cuda"
+    computes_at_once: ClassVar[bool] = False
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():

@@ -190,11 +190,6 @@ class RunPlan:
         return None if self.profile is None else {"paths": [asdict(self.profile)]}
 
     @property
-    def stores_anything(self) -> bool:
-        """Whether a step moves anything from or to storage."""
-        return self.traffic.read_bytes > 0 or self.traffic.write_bytes > 0
-
-    @property
     def in_memory_bytes(self) -> int:
         """Parameters, gradients and state, were they all in memory."""
         gradients = keep_gradients(self.layout, self.gradient_dtype).resident_bytes

@@ -10,7 +10,7 @@ import torch
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.config import Config
 from offload.optim.kernels import load_kernels
-from offload.plan.machine import Machine, PathRates
+from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.machine_profile import (
     KernelProfile,
     MachineProfile,
@@ -21,6 +21,7 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import ModelPasses
 from offload.runs.data import open_text
+from offload.runs.link_rates import link_rates
 from offload.runs.pass_finder import PassFinder
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import choices_of, tokens_per_step
@@ -73,10 +74,11 @@ class Measurement:
                     strict=True,
                 )
             )
-            if plan.stores_anything
+            if self._config.offload  # another policy stores what this one keeps in memory
             else (),
-            copy_bytes_per_s=self._copy_rate(),
+            copy_bytes_per_s=(copy_rate := self._copy_rate()),
             update_parameters_per_s=self._update_rate(),
+            link=self._link(copy_rate),
         )
         finder = PassFinder(self._config, plan, self._profile, self._on_measure)
         self._passes = finder.find(self.machine.copy_bytes_per_s)
@@ -178,6 +180,12 @@ class Measurement:
         )
         self.found = self.found.merged(MachineProfile(kernels=(measured,)))
         return rate
+
+    def _link(self, copy_bytes_per_s: float) -> LinkRates | None:
+        tier = self._config.tiers.device
+        if tier.kind == "cuda":
+            self._on_measure("the link to the device")
+        return link_rates(tier, copy_bytes_per_s=copy_bytes_per_s)
 
     def _size(self) -> ProbeSize:
         plan = self._plan

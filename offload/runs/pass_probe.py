@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from offload.config import Config
+from offload.config.schema import DeviceTierConfig
 from offload.layout import build_layout
 from offload.plan.machine_profile import PassProfile
 from offload.runs.activations import ActivationMeter
@@ -48,6 +49,7 @@ def pass_shape(config: Config) -> str | None:
         f"vocabulary={model.vocabulary} {model.dtype} batch={train.batch} "
         f"gradients={train.gradient_dtype}"
         + (" checkpoint=unit" if config.activations.checkpoint == "unit" else "")
+        + (f" device={kind}" if (kind := config.tiers.device.kind) != "cpu" else "")
     )
 
 
@@ -102,6 +104,7 @@ def _measure(config: Config, num_layers: int) -> _Measured:
             "offload": False,
             "model": config.model.model_copy(update={"layers": num_layers}),
             "train": config.train.model_copy(update={"micro_steps": 1}),
+            "tiers": config.tiers.model_copy(update={"device": _without_link(config.tiers.device)}),
         }
     )
     values = np.random.default_rng(0).integers(0, 256, _TEXT_BYTES, dtype=np.uint8)
@@ -132,6 +135,11 @@ def _measure(config: Config, num_layers: int) -> _Measured:
         other_s=statistics.median(each.other_s for each in times),
         activation_bytes=meter.peak_bytes + workspace,
     )
+
+
+def _without_link(tier: DeviceTierConfig) -> DeviceTierConfig:
+    """Returns the device behind a link that is as fast as can be: plans count it by themselves."""
+    return tier.model_copy(update={"link_rate": None, "link_latency": None})
 
 
 def _step(loop: TrainingLoop, number: int) -> StepTimes:

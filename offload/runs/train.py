@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from offload.config import Config
@@ -20,6 +21,7 @@ from offload.runs.commits import committed_step, stored_layout
 from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.gpt import logits_workspace_bytes
+from offload.runs.link_rates import link_rates
 from offload.runs.model import gpt_shape
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import plan_run
@@ -160,6 +162,9 @@ def _probe(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine:
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
         )
+    machine = replace(
+        machine, link=link_rates(config.tiers.device, copy_bytes_per_s=machine.copy_bytes_per_s)
+    )
     return machine.held_to(config.tiers.storage.rate_limits_of(len(roots)))
 
 

@@ -68,3 +68,23 @@ def test_later_micro_steps_and_the_cpu(tmp_path, monkeypatch):
     assert three["in_bytes_per_step"] == one["in_bytes_per_step"] + 2 * gradients
     assert link("emulated", 3) == one  # its tensors are the host's, where sums are made
     assert link("cpu", 1) is None
+
+
+def test_waits_for_gradients_on_the_link_are_counted(tmp_path):
+    slow = {"kind": "emulated", "link_rate": "20MB"}
+    config = build_config(
+        {"model": MODEL, "tiers": {"host": {"memory": "64MiB"}, "device": slow}},
+        overrides={"policy.parameters": "device"},
+    )
+    with offload.Session(config, store=tmp_path / "store") as session:
+        model = session.wrap(build_model(config.model))
+        optimizer = session.AdamW(model.parameters())
+        tokens = torch.arange(33)[None]
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        session.state_digest()
+        stats = session.stats()
+
+    waits = [each for each in stats.stalls if each.cause == "copying gradients"]
+    assert [each.waits_for for each in waits] == ["link"]
+    assert 0 < waits[0].duration_s <= stats.io_wait_s
