@@ -26,6 +26,7 @@ from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
 from offload.policy import resolve_order
+from offload.runs.busy import CpuTime, others_cpu_share
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.result import ratio
 from offload.sizes import MIB
@@ -71,6 +72,8 @@ class UpdateReport:
     commit_s: float | None
     """Median; None without commits."""
     steps: list[UpdateStep]
+    others_cpu_share: float | None = None
+    """The part of the cores' time that other processes took during the steps; None: not known."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,9 +134,10 @@ class _Bench:
                 num_cached = updates.num_cached
             for number in range(1, _NUM_WARM_UP_STEPS + 1):
                 self._step(updates, number, on_step)
-            start, hits = updates.moved(), updates.hit_bytes
+            start, hits, cpu_time = updates.moved(), updates.hit_bytes, CpuTime.now()
             numbers = range(_NUM_WARM_UP_STEPS + 1, _NUM_WARM_UP_STEPS + options.steps + 1)
             measured = [self._step(updates, number, on_step) for number in numbers]
+            others_share = others_cpu_share(cpu_time, CpuTime.now())
             moved = [_since(a, b) for a, b in zip(start, updates.moved(), strict=True)]
             hits = updates.hit_bytes - hits
             digest = updates.digest()
@@ -141,7 +145,8 @@ class _Bench:
         machine = before.best_of(self._probe())
         traffic = self._traffic(num_cached)
         total = options.steps * sum(record.padded_bytes for record in self._layout.records)
-        return self._report(measured, machine, traffic, moved, digest, commit_s, hits / total)
+        report = self._report(measured, machine, traffic, moved, digest, commit_s, hits / total)
+        return replace(report, others_cpu_share=others_share)
 
     def _step(
         self,

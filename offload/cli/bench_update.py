@@ -102,10 +102,15 @@ def update(
 
 def render_update(console: Console, result: Result) -> None:
     """Prints the medians, and what each path moved."""
+    from offload.runs.busy import busy_note
+
     values = result.to_json()
     table = Table("", "", show_header=False)
     for label, key in _FIGURES:
         table.add_row(label, format_figure(key, values[key]))
+    note = busy_note(values["others_cpu_share"])
+    if note is not None:
+        table.add_row("busy machine", note)
     console.print(f"update phase, {values['baseline']}", style="bold")
     console.print(table)
     paths = Table("path", "read", "written")

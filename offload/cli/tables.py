@@ -57,11 +57,16 @@ _RUN_PLACES = (("store", "store"), ("run directory", "run_dir"))
 
 def render_train(console: Console, result: Result) -> None:
     """Prints what a run reached and what it took."""
+    from offload.runs.busy import busy_note
+
     values = result.to_json()
     title = f"{values['steps']} steps done"
     if values.get("stopped_by"):
         title = f"stopped by {values['stopped_by']} after step {values['steps']}"
     rows = [(label, format_figure(key, values.get(key))) for label, key in _RUN_FIGURES]
+    note = busy_note(values.get("others_cpu_share"))
+    if note is not None:
+        rows.append(("busy machine", note))
     rows += [(label, values[key]) for label, key in _RUN_PLACES if values.get(key) is not None]
     rows += [
         (f"waited for {stall['waits_for']}", f"{stall['duration_s']:.2f} s: {stall['cause']}")

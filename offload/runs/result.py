@@ -80,6 +80,8 @@ class TrainResult:
     """To all paths, commits included."""
     drive_days: float | None
     """Until the path that is written most reaches `tiers.storage.endurance`."""
+    others_cpu_share: float | None
+    """The part of the cores' time that other processes took during the steps; None: not known."""
     stalls: list[dict[str, Any]]
     """Waits of the calling thread in the whole run, longest first; as in `metrics.jsonl`."""
     store_planned_bytes: int | None

@@ -71,13 +71,13 @@ def run_training(
     plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
+    warm_up(config)
     directory.prepare(config, plan=plan.to_json())
     for warning in plan.warnings:
         _LOG.warning("%s", warning)
     if directory.copied_from is not None:
         copy_in(config, directory)
     machine = _probe(config, plan, directory) if config.offload else None
-    warm_up(config)
     summary = TrainingRun(
         config=config,
         directory=directory,
@@ -236,6 +236,7 @@ def _result(
         update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
+        others_cpu_share=summary.others_cpu_share,
         stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )

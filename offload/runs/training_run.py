@@ -13,6 +13,7 @@ from offload.config import Config
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.runs.activations import ActivationMeter
+from offload.runs.busy import CpuTime, others_cpu_share
 from offload.runs.commits import commit_metadata, restore
 from offload.runs.data import Text
 from offload.runs.interrupt import StopRequest
@@ -55,6 +56,8 @@ class RunSummary:
     """From the start of this process's part to its first step."""
     write_shares: tuple[float, ...]
     """The part of all written bytes that went to each path."""
+    others_cpu_share: float | None
+    """The part of the cores' time that other processes took during the steps."""
 
 
 class TrainingRun:
@@ -106,7 +109,9 @@ class TrainingRun:
             first_step = self._restore(session) + 1
             self._recovery_s = time.perf_counter() - started_s
             loss_before = loop.validate() if self._validates else None
+            cpu_time = CpuTime.now()
             done = self._run_steps(first_step, loop, session, stop)
+            others_share = others_cpu_share(cpu_time, CpuTime.now())
             loss_after = loss_before
             if done >= first_step and self._validates:
                 loss_after = loop.validate()
@@ -131,6 +136,7 @@ class TrainingRun:
                 commit_s=statistics.median(self._commit_s) if self._commit_s else None,
                 recovery_s=self._recovery_s,
                 write_shares=_shares([path.write_bytes for path in session.stats().paths]),
+                others_cpu_share=others_share,
             )
 
     def _session(self) -> Session:

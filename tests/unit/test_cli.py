@@ -184,7 +184,8 @@ def calls(monkeypatch):
         kept["train"] = {"config": config, "run_dir": run_dir, "resume": resume}
         print("a library prints")
         progress(METRICS)
-        return Result(_figures() | {"stopped_by": kept.get("stopped_by")})
+        told = {key: kept.get(key) for key in ("stopped_by", "others_cpu_share")}
+        return Result(_figures() | told)
 
     monkeypatch.setattr(offload.runs.train, "run_training", train)
     monkeypatch.setattr(
@@ -240,6 +241,16 @@ def test_train_prints_a_line_per_step_and_a_table(config, calls, capsys):
     assert "400 MiB" in out
     assert "1 steps done" in out
     assert calls["train"]["run_dir"] is None
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(0.4, True), (0.01, False), (None, False)])
+def test_times_of_a_busy_machine_are_said_to_be_such(config, calls, capsys, share, is_said):
+    calls["others_cpu_share"] = share
+
+    run(["train", str(config)])
+
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("other processes took 40%" in out) == is_said
 
 
 @pytest.mark.parametrize(("given", "passed"), [("auto", "auto"), ("runs/a", Path("runs/a"))])
@@ -454,3 +465,15 @@ def test_the_module_is_the_same_command():
 
     assert shown[0] == shown[1]
     assert shown[0].startswith(b"offload ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "run.toml", "--resume", ""], ["train", ""], ["train", "run.toml", "--run-dir="]],
+)
+def test_an_argument_that_is_empty_is_refused_before_anything_is_done(calls, capsys, arguments):
+    code = run([*arguments, "--json"])
+
+    assert code == 2
+    assert "expected none that is empty" in _json(capsys)[0]["error"]["message"]
+    assert "train" not in calls
