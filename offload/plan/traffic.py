@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout, section_kinds
 from offload.plan.host import Placement
-from offload.policy import Order
+from offload.policy import resolve_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +112,19 @@ def bytes_of_units(layout: ModelLayout, names: Collection[str]) -> int:
     return sum(placed.facts.num_bytes for unit in units for placed in unit.parameters())
 
 
-def kept_state_bytes(layout: ModelLayout, order: Order, *, num_cached: int) -> int:
-    """Returns the bytes of the records that a step finds in memory, the mean of forth and back.
+def cached_state_bytes(layout: ModelLayout, order: str, num_cached: int) -> int:
+    """Returns H: bytes of the records that an update finds in memory, as the last step kept them.
+
+    The mean of two steps: an order may keep others in every second one, and records differ in size.
 
     Args:
         layout: Of the model.
-        order: What names the records that stay.
-        num_cached: The most of them.
+        order: The policy's name.
+        num_cached: Records for whose state there is room.
     """
     records = layout.records
-    kept = [order.kept(len(records), num_cached, step) for step in (1, 2)]
-    return sum(records[index].num_bytes for each in kept for index in each) // len(kept)
+    kept = [resolve_order(order).kept(len(records), num_cached, step) for step in (1, 2)]
+    return sum(records[index].num_bytes for step in kept for index in step) // 2
 
 
 def step_traffic(

@@ -148,7 +148,7 @@ def test_a_resumed_session_goes_on_with_the_same_optimizer_only(tmp_path, name, 
         ("Lion", {"betas": (0.9, 1.0)}, "`betas`.*between 0 and 1, 1 excluded"),
         ("Lion", {"eps": 1e-8}, "Lion with option `eps`"),
         ("Adagrad", {"lr": -1.0}, "`lr` = -1.0"),
-        ("Muon", {}, 'make the session with `optimizer="muon"`'),
+        ("Muon", {}, 'make the session with `optimizer="muon"`.*elements of module lists'),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, name, options, message):
@@ -164,6 +164,22 @@ def test_options_of_torch_that_ask_for_nothing_are_accepted(tmp_path):
         model = session.wrap(build(SmallGPT))
 
         session.Adam(model.parameters(), amsgrad=False, maximize=False, foreach=None)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_an_option_that_an_edit_of_a_param_group_asks_for_is_refused(tmp_path, overlap, option):
+    with open_session(tmp_path, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        train_steps(model, optimizer, range(1))
+        before = session.state_digest()
+        optimizer.param_groups[0][option] = True
+
+        with pytest.raises(ConfigError, match=f"AdamW with `{option}` = True"):
+            train_steps(model, optimizer, range(1))
+
+        assert session.state_digest() == before
 
 
 class TorchMuon:
@@ -208,6 +224,33 @@ def test_muon_equals_torch_muon_in_fp32(tmp_path, placement):
                 assert same_bits(found, expected.detach()), name
             else:
                 torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.8, "ns_steps": 3, "weight_decay": 0.3},
+        {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (3.0, -4.0, 2.0)},
+    ],
+)
+def test_muon_stays_torch_muon_over_steps_whatever_its_options(tmp_path, options):
+    plain = build(SmallGPT, dtype=torch.float32)
+    with open_session(tmp_path, budget_bytes=4 << 20, optimizer="muon") as session:
+        model = session.wrap(build(SmallGPT, dtype=torch.float32))
+        for module in (plain, model):  # gradients stay equal: nothing is rounded otherwise
+            for name, parameter in module.named_parameters():
+                is_matrix = name.startswith("blocks.") and parameter.dim() == 2
+                parameter.requires_grad_(is_matrix)
+        reference = torch.optim.Muon([p for p in plain.parameters() if p.requires_grad], **options)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = session.Muon(trained, **options)
+
+        train_steps(plain, reference, range(4))
+        train_steps(model, optimizer, range(4))
+
+        pairs = zip(plain.parameters(), session_values(session, model), strict=True)
+        assert all(same_bits(found, expected.detach()) for expected, found in pairs)
 
 
 def session_values(session, model):

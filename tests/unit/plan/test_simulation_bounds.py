@@ -14,12 +14,11 @@ from offload.plan.prediction import Choices, predict_step
 from offload.plan.traffic import (
     ModelBytes,
     bytes_of_units,
+    cached_state_bytes,
     kept_for_backward,
-    kept_state_bytes,
     step_traffic,
 )
 from offload.plan.work import PassTimes
-from offload.policy import resolve_order
 
 ROUNDING = 1e-6
 """A simulated transfer ends within a thousandth of a byte."""
@@ -126,9 +125,7 @@ def predictions(draw, *, has_link):
         parameters=parameters,
         optimizer="storage",
         micro_steps=micro_steps,
-        cached_state_bytes=kept_state_bytes(
-            layout, resolve_order(order), num_cached=host.num_cached
-        ),
+        cached_state_bytes=cached_state_bytes(layout, order, host.num_cached),
         kept_forward_bytes=[handed_over_bytes(layout, handed)],
         kept_backward_bytes=[bytes_of_units(layout, kept)] * micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes,
