@@ -216,6 +216,13 @@ class DeferredUpdates:
             self._hurry()
             self._wait(lambda: not self.is_pending and self._failure is None)
 
+    def raise_failure(self) -> None:
+        """Raises what ended the updates of a step, if they failed; waits for nothing."""
+        if self._failure is not None:
+            self.was_raised = True
+            # Frames that the failure went through before must not keep what they referred to.
+            raise self._failure.with_traceback(self._failed_at)
+
     def prefetch(self) -> None:
         """Starts reading the records that the next step is expected to update first."""
         assert not self.is_pending
@@ -263,10 +270,7 @@ class DeferredUpdates:
         with self._changed:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
         if not is_reached():
-            assert self._failure is not None
-            self.was_raised = True
-            # Frames that the failure went through before must not keep what they referred to.
-            raise self._failure.with_traceback(self._failed_at)
+            self.raise_failure()
         if threading.get_ident() != self._caller:  # it waits ahead of the caller
             return 0.0
         waited_s = time.perf_counter() - started_s

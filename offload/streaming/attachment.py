@@ -20,7 +20,7 @@ from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.tiles import BeginRows
-from offload.streaming.unit import StreamedUnit
+from offload.streaming.unit import Edit, StreamedUnit
 
 
 class Attachment:
@@ -66,7 +66,7 @@ class Attachment:
         slots: SlotPool[Any],
         staging: SlotPool[memoryview] | None,
         prefetch_distance: int,
-        on_edit: Callable[[Sequence[str]], None],
+        on_edit: Callable[[Sequence[Edit]], None],
         begin_rows: BeginRows | None = None,
         workspace_bytes: int,
     ) -> None:
@@ -79,7 +79,7 @@ class Attachment:
             slots: Where the model computes.
             staging: Host slots on the way to a device with memory of its own.
             prefetch_distance: The least.
-            on_edit: Called with the names of what the user changed of a unit.
+            on_edit: Called with what the user changed of a unit.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
             workspace_bytes: What the budget leaves to libraries.
         """
@@ -101,7 +101,7 @@ class Attachment:
             pool=slots,
             tier=self._make_tier(state, updates, staging, discovered.wide),
             prefetch_distance=prefetch_distance,
-            on_edit=lambda _, names: on_edit(names),
+            on_edit=on_edit,
             device=self._device,
             stalls=updates.stalls,
         )

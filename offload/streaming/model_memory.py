@@ -13,6 +13,7 @@ from offload.memory import Budget, large_blocks_mapped
 from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState
 from offload.optim.readers import StateParts
+from offload.optim.seen_parameters import SeenParameters
 from offload.optim.window import Window
 from offload.plan.device import DevicePlan
 from offload.plan.gradients import spilled_sizes
@@ -80,6 +81,7 @@ class ModelMemory:
         self._link_waits = link_waits
         self._plan: HostPlan
         self._flat: dict[str, torch.Tensor] | None = None
+        self._seen: SeenParameters | None = None
 
     def open(
         self,
@@ -127,6 +129,10 @@ class ModelMemory:
             )
         if self._options.parameters != "storage":
             self._flat = self.host.flat_parameters(layout)
+            if self._device.is_unified:
+                self._seen = SeenParameters(
+                    layout, self._flat, is_trained=self._options.is_training
+                )
         if self._options.parameters == "device":
             assert self._flat is not None
             assert self.on_device is not None
@@ -238,6 +244,7 @@ class ModelMemory:
             store=self._store,
             parameters=self._flat,
             elsewhere=self.device_parameters,
+            seen=self._seen,
             records=host.records(layout) if has_records else None,
             gradients=self.gradients.flat if self.gradients else {},
             spilled=self.gradients.spilled if self.gradients else None,

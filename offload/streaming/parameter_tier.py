@@ -23,6 +23,10 @@ class UnitTier(Protocol):
         """Waits until the unit's bytes are what they should be where they are read from."""
         ...
 
+    def raise_failure(self) -> None:
+        """Raises what ended an update of this step in its middle, if one failed."""
+        ...
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back."""
         ...

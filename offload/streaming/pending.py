@@ -51,6 +51,10 @@ class PendingUnits:
         """
         self._deferred.wait_for(self._numbers[unit.name])
 
+    def raise_failure(self) -> None:
+        """Raises what ended the updates, if they failed."""
+        self._deferred.raise_failure()
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back.
 

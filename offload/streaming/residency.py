@@ -8,7 +8,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import CopyState, StreamedUnit, Transfer, wait_quietly
+from offload.streaming.unit import CopyState, Edit, StreamedUnit, Transfer, wait_quietly
 
 logger = logging.getLogger("offload.streaming")
 
@@ -53,6 +54,16 @@ class PartRead:
     transfers: list[Transfer]
 
 
+@contextlib.contextmanager
+def _errors_without_memory() -> Iterator[None]:
+    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
 class Residency:
     """Brings units into slots and takes them out again, within the pool's budget.
 
@@ -66,7 +77,7 @@ class Residency:
         pool: SlotPool[Any],
         tier: ParameterTier,
         prefetch_distance: int,
-        on_edit: Callable[[StreamedUnit, list[str]], None],
+        on_edit: Callable[[Sequence[Edit]], None],
         device: Device | None = None,
         stalls: StallAccount | None = None,
     ) -> None:
@@ -131,8 +142,8 @@ class Residency:
             is_recorded: Part of a pass, not a look from outside.
 
         Raises:
-            BudgetError: Every slot is held or reached by a tensor.
-            StorageError, CorruptStateError: The bytes could not be read.
+            BudgetError: Every slot is held or reached by a tensor, and no update failed.
+            StorageError, CorruptStateError: The bytes could not be read, or an update failed.
         """
         if is_recorded and unit.is_wide:
             raise BudgetError(
@@ -144,13 +155,14 @@ class Residency:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
         if unit.state is not CopyState.CLEAN:
-            self._bring(unit)
+            with _errors_without_memory():
+                self._bring(unit)
         unit.was_used = True
         self._current = unit
         if is_recorded:
             self.prefetch()
             self._used_since_s = time.perf_counter()
-        elif unit.hashes is None:
+        elif unit.hashes is None:  # who looks may write through `parameter.data`
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
@@ -192,6 +204,10 @@ class Residency:
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
+        with _errors_without_memory():
+            self._start_ahead()
+
+    def _start_ahead(self) -> None:
         ahead = 0
         for index in self.trace.upcoming():
             unit = self.units[index]
@@ -308,18 +324,15 @@ class Residency:
         """Writes a resident unit back if the user changed a parameter of it in place."""
         if unit.state is not CopyState.CLEAN or unit.base is None:
             return
-        edited = unit.edited_bindings()
-        if not edited:
+        edits = unit.edits()
+        if not edits:
             return
         if unit.is_wide:
             self._tier.write_from(unit.layout, memory_of(unit.base))
         else:
             self._tier.write(unit.layout, unit.base)
-        for binding in edited:
-            binding.seen_version = binding.parameter._version
-        if unit.hashes is not None:
-            unit.note_hashes()
-        self._on_edit(unit, [binding.name for binding in edited])
+        unit.see_edits()
+        self._on_edit(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         unit.move_to(CopyState.FETCHING)
@@ -331,6 +344,7 @@ class Residency:
         try:
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
+            del base
             self._drop(unit)
             raise
 
@@ -348,6 +362,8 @@ class Residency:
         assert unit.base is not None
         for binding in unit.bindings:
             binding.attach(unit.base)
+        if self._device.is_unified:
+            unit.note_hashes()
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
 
@@ -388,6 +404,7 @@ class Residency:
             gc.collect()
             memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
+            self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(self._no_slot(unit))
         return memory
 

@@ -41,6 +41,9 @@ class StoredUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is stored is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
 
@@ -157,6 +160,9 @@ class HostUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is in host memory is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
 
@@ -245,6 +251,10 @@ class StagedUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Waits until the stored bytes are what they should be."""
         self._stored.wait_readable(unit)
+
+    def raise_failure(self) -> None:
+        """As storage has it."""
+        self._stored.raise_failure()
 
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back, nor those that the thread takes before.
