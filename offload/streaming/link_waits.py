@@ -22,7 +22,7 @@ class LinkWaits:
 
     def __init__(self, device: Device, stalls: StallAccount) -> None:
         self.wait_s = 0.0
-        self._counts = device.computes_at_once
+        self._counts = not device.computes_later
         self._stalls = stalls
 
     @contextlib.contextmanager

@@ -81,6 +81,7 @@ class ModelMemory:
         self._link_waits = link_waits
         self._plan: HostPlan
         self._flat: dict[str, torch.Tensor] | None = None
+        self._is_registered = False
         self._seen: SeenParameters | None = None
 
     def open(
@@ -113,6 +114,7 @@ class ModelMemory:
         self.host = HostMemory(plan, self._host_budget)
         if not self._device.is_unified:
             self._device.register_host(self.host.whole)
+            self._is_registered = True
             self.on_device = DeviceMemory(device_plan, self._device, self._device_budget)
         if self._options.is_training:
             self.gradients = open_gradients(
@@ -152,7 +154,8 @@ class ModelMemory:
         """
         if self.gradients is not None:
             self.gradients.close()
-        if self.on_device is not None:
+        if self._is_registered:
+            self._is_registered = False
             self._device.unregister_host(self.host.whole)
 
     def adopt(self, *, building: Building | None, is_resumed: bool) -> None:

@@ -35,6 +35,10 @@ class UnitTier(Protocol):
         """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
         ...
 
+    def settle(self) -> None:
+        """Waits until no read uses memory of the tier that an update changes."""
+        ...
+
     @property
     def granule_bytes(self) -> int:
         """The smallest part of a subgroup that can be read."""

@@ -24,7 +24,14 @@ from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import CopyState, Edit, StreamedUnit, Transfer, wait_quietly
+from offload.streaming.unit import (
+    CopyState,
+    Edit,
+    StreamedUnit,
+    Transfer,
+    require_untouched,
+    wait_quietly,
+)
 
 logger = logging.getLogger("offload.streaming")
 
@@ -80,8 +87,10 @@ class Residency:
         on_edit: Callable[[Sequence[Edit]], None],
         device: Device | None = None,
         stalls: StallAccount | None = None,
+        on_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._stalls = stalls
+        self._on_backward = on_backward  # called as backward comes to another unit
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
@@ -154,6 +163,8 @@ class Residency:
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
+            if is_backward and unit is not self._current:
+                self._on_backward()
         if unit.state is not CopyState.CLEAN:
             with _errors_without_memory():
                 self._bring(unit)
@@ -302,10 +313,18 @@ class Residency:
         self.counters.evictions += 1
 
     def evict_all(self) -> None:
-        """Takes every unit out of its slot. None may be held."""
+        """Takes every unit out of its slot; what they came from may change. None may be held.
+
+        Raises:
+            StoreError: The user wrote to a parameter while it was absent.
+        """
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
+        if self._device.computes_later:
+            absent = (binding for unit in self.units for binding in unit.bindings)
+            require_untouched(absent, reads_values=True)
+        self._tier.settle()
 
     def evict_unheld(self) -> None:
         """Takes every unit that no call holds out of its slot."""
@@ -351,8 +370,8 @@ class Residency:
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         try:
             self._wait(unit.transfers, "fetching a unit")
-            for binding in unit.bindings:
-                binding.require_untouched()
+            # Where reading would wait for all that is computed, it is left to `evict_all`.
+            require_untouched(unit.bindings, reads_values=not self._device.computes_later)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)

@@ -116,20 +116,6 @@ class Binding:
     def detach(self) -> None:
         self.parameter.data = self.placeholder
 
-    def require_untouched(self) -> None:
-        """Raises StoreError if the user wrote to the parameter while it was absent."""
-        single = self.placeholder
-        if not self.num_bytes or not single.is_floating_point():
-            return
-        first = single[(0,) * single.dim()]
-        if first == first or self.parameter.data_ptr() != single.data_ptr():
-            raise StoreError(
-                f"cannot fetch parameter `{self.name}`: expected nothing written to it while it "
-                "was not in memory, found a write through `parameters()` or a kept reference; "
-                "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
-                "under `torch.no_grad()`"
-            )
-
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.
 
@@ -293,6 +279,43 @@ class StreamedUnit:
             if binding.offset_bytes <= offset_bytes:
                 return binding
         return self.bindings[0]
+
+
+def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> None:
+    """Raises StoreError if the user wrote to a parameter while it was absent.
+
+    Args:
+        bindings: Of parameters that are absent.
+        reads_values: Whether to look for writes that left a parameter its placeholder.
+    """
+    absent = [b for b in bindings if b.num_bytes and b.placeholder.is_floating_point()]
+    written = [b.name for b in absent if b.parameter.data_ptr() != b.placeholder.data_ptr()]
+    if reads_values:
+        written += find_written({b.name: b.placeholder for b in absent})
+    if written:
+        raise StoreError(
+            f"cannot fetch parameter `{written[0]}`: expected nothing written to it while it "
+            "was not in memory, found a write through `parameters()` or a kept reference; "
+            "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
+            "under `torch.no_grad()`"
+        )
+
+
+def find_written(placeholders: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of floating-point placeholders that are not NaN any more.
+
+    Reading waits for all that was asked of their device, so it is done once for each dtype.
+    """
+    of_dtype: dict[torch.dtype, list[str]] = {}
+    for name, placeholder in placeholders.items():
+        if placeholder.numel():
+            of_dtype.setdefault(placeholder.dtype, []).append(name)
+    written: list[str] = []
+    for names in of_dtype.values():
+        singles = [placeholders[name][(0,) * placeholders[name].dim()] for name in names]
+        is_nan = torch.stack(singles).float().isnan().tolist()
+        written += [name for name, is_one in zip(names, is_nan, strict=True) if not is_one]
+    return written
 
 
 def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:

@@ -58,6 +58,9 @@ class FakeTier:
     def wait_updated(self, transfers):
         pass
 
+    def settle(self):
+        pass
+
     def waits_for(self, transfers):
         return "path"
 
