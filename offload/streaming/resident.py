@@ -56,6 +56,7 @@ class ResidentUnits:
         self.units = [ResidentUnit(index) for index in range(len(layout.units))]
         self._on_device = on_device
         self.trace = AccessTrace()
+        self._accessed: set[int] = set()
         self._parameters = parameters
         self._deferred = deferred
         self._unit_of: dict[str, ResidentUnit] = {}
@@ -88,7 +89,7 @@ class ResidentUnits:
         """Shows a unit's parameters for a call."""
         if self.units[index].num_holds == 0:
             self.trace.record(Access(unit=index, is_backward=False))
-            self.look(index)
+            self._look(index)
         self.units[index].num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
@@ -96,12 +97,30 @@ class ResidentUnits:
         del evict
         self.units[index].num_holds -= 1
 
+    def access(self, index: int, parameter_id: int) -> None:
+        """Shows a unit's parameters for a use outside its modules' calls."""
+        del parameter_id
+        if index not in self._accessed:
+            self._accessed.add(index)
+            self.trace.record(Access(unit=index, is_backward=False))
+        self._look(index)
+
+    def end_accesses(self) -> None:
+        """Ends what `access` was for."""
+        self._accessed.clear()
+
     def drop_holds(self) -> None:
         """Ends every hold."""
+        self._accessed.clear()
         for unit in self.units:
             unit.num_holds = 0
 
-    def look(self, index: int) -> None:
+    def look(self, index: int, parameter_id: int) -> None:
+        """Shows a unit's parameters for a look from outside a pass."""
+        del parameter_id
+        self._look(index)
+
+    def _look(self, index: int) -> None:
         """Shows a unit's parameters, when their update is done.
 
         Raises:

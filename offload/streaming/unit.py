@@ -14,6 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
+from offload.streaming.torch_private import num_references
 
 
 class Transfer(Protocol):
@@ -175,44 +176,62 @@ class StreamedUnit:
         self.was_used = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
-        self._nodes: list[Node] = []
+        self._nodes = _gradient_nodes(self.bindings)
         self._references: list[int] = []
+        # By the number of a binding: how often it was referred to before someone took it.
         self._kept: dict[int, int] = {}
+        self._saved: dict[int, int] = {}
 
     def note_references(self) -> None:
-        """Notes how often each parameter is referred to before a call.
-
-        torch's own references count as one or none: the node that accumulates its gradient is
-        held, so that it is always one.
-        """
-        if not self._nodes:
-            self._nodes = [
-                get_gradient_edge(binding.parameter).node
-                for binding in self.bindings
-                if binding.parameter.requires_grad
-            ]
+        """Notes how often each parameter is referred to before a call."""
         self._references = self._count_references()
 
     def find_kept(self) -> None:
         """Finds the parameters to which a call has left references, such as `ctx.weight = weight`.
 
-        Backward reads those parameters themselves: no hook brings them back.
+        They are read themselves: no hook brings them back.
         """
         after = self._count_references()
-        pairs = enumerate(zip(self._references, after, strict=True))
-        self._kept = {index: now for index, (before, now) in pairs if now > before}
+        for index, (before, now) in enumerate(zip(self._references, after, strict=True)):
+            if now > before:
+                self._kept[index] = min(before, self._kept.get(index, before))
+
+    def note_access(self, parameter_id: int) -> None:
+        """Says that someone is about to take a parameter: it is kept while it is referred to."""
+        self._note(self._kept, parameter_id, self._count_references())
+
+    def note_look(self, parameter_id: int) -> None:
+        """As `note_access` from outside a pass, where only graphs and views keep a parameter."""
+        self._note(self._saved, parameter_id, self._count_saved())
+
+    def forget_kept(self) -> None:
+        """Forgets who keeps parameters, which leave their slot."""
+        self._kept.clear()
+        self._saved.clear()
 
     @property
     def kept_names(self) -> list[str]:
-        """The parameters that a call has left references to which are still there."""
-        if not self._kept:
+        """The parameters that someone has taken and still refers to."""
+        if not self._kept and not self._saved:
             return []
-        now = self._count_references()
-        self._kept = {index: count for index, count in self._kept.items() if now[index] >= count}
-        return [self.bindings[index].name for index in self._kept]
+        now, saved = self._count_references(), self._count_saved()
+        self._kept = {i: before for i, before in self._kept.items() if now[i] > before}
+        self._saved = {i: before for i, before in self._saved.items() if saved[i] > before}
+        return [self.bindings[i].name for i in sorted({*self._kept, *self._saved})]
+
+    def _note(self, taken: dict[int, int], parameter_id: int, counts: list[int]) -> None:
+        for index, binding in enumerate(self.bindings):
+            if id(binding.parameter) == parameter_id:
+                taken[index] = min(counts[index], taken.get(index, counts[index]))
 
     def _count_references(self) -> list[int]:
-        return [sys.getrefcount(binding.parameter) for binding in self.bindings]
+        return [
+            sys.getrefcount(binding.parameter) + num_references(binding.parameter)
+            for binding in self.bindings
+        ]
+
+    def _count_saved(self) -> list[int]:
+        return [num_references(binding.parameter) for binding in self.bindings]
 
     @property
     def name(self) -> str:
@@ -252,6 +271,12 @@ class StreamedUnit:
             if binding.offset_bytes <= offset_bytes:
                 return binding
         return self.bindings[0]
+
+
+def _gradient_nodes(bindings: Iterable[Binding]) -> list[Node]:
+    """Returns the nodes that accumulate gradients; held, they refer to parameters for good."""
+    with torch.inference_mode(mode=False):
+        return [get_gradient_edge(b.parameter).node for b in bindings if b.parameter.requires_grad]
 
 
 def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
