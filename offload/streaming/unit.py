@@ -102,10 +102,11 @@ class Binding:
     def require_untouched(self) -> None:
         """Raises StoreError if the user wrote to the parameter while it was absent."""
         single = self.placeholder
-        if not self.num_bytes or not single.is_floating_point():
+        if not self.num_bytes:
             return
         first = single[(0,) * single.dim()]
-        if first == first or self.parameter.data_ptr() != single.data_ptr():
+        is_written = first == first if single.is_floating_point() else first != 0
+        if is_written or self.parameter.data_ptr() != single.data_ptr():
             raise StoreError(
                 f"cannot fetch parameter `{self.name}`: expected nothing written to it while it "
                 "was not in memory, found a write through `parameters()` or a kept reference; "

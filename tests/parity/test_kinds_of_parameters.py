@@ -9,6 +9,8 @@ from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
 from torch.nn import functional
 
+from offload import StoreError
+
 EXTREMES = [("host", "host"), ("storage", "storage")]
 
 
@@ -225,6 +227,23 @@ def test_frozen_integer_parameters_are_streamed(tmp_path, placement):
         assert same_bits(loss, loss_of(expected, 0))
         assert same_bits(model.scale.grad.clone(), expected.scale.grad)
         assert same_bits(model.state_dict()["codes"], expected.codes)
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+def test_a_write_to_an_absent_integer_parameter_is_refused_not_lost(tmp_path, write):
+    model = nn.Linear(16, 16)
+    model.code = nn.Parameter(torch.tensor([5]), requires_grad=False)
+    with open_session(tmp_path) as session:
+        session.wrap(model)
+        code = dict(model.named_parameters())["code"]
+
+        if write == "data":
+            code.data = torch.tensor([9])
+        else:
+            code.fill_(9)
+
+        with pytest.raises(StoreError, match="cannot fetch parameter `code`"):
+            model.state_dict()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
