@@ -5,9 +5,10 @@ from pathlib import Path
 
 from offload.bench.io import OnProgress, run_io_bench
 from offload.bench.io_options import IoOptions
-from offload.bench.io_plot import require_plottable, write_plot
+from offload.bench.io_plot import write_plot
 from offload.bench.io_report import IoReport
 from offload.bench.machine_file import profile_to_write, write_profile
+from offload.bench.plot_file import plot_file
 from offload.plan.machine_profile import MachineProfile, read_profile
 
 
@@ -28,14 +29,13 @@ def bench_io(options: IoOptions, *, files: IoFiles, on_progress: OnProgress) -> 
             too full.
     """
     machine = _machine_file(options, files.machine)
-    if files.plot is not None:
-        require_plottable(files.plot)
+    plot = None if files.plot is None else plot_file(files.plot)
     report = run_io_bench(options, profile=_known(options, files.machine), on_progress=on_progress)
     if machine is not None:
         write_profile(machine, report)
         report = replace(report, machine_file=str(machine))
-    if files.plot is not None:
-        write_plot(files.plot, report)
+    if plot is not None:
+        write_plot(plot, report)
     return report
 
 

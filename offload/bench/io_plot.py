@@ -1,46 +1,25 @@
 """The plot of `offload bench io`: rates over block size and depth, and over time."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from offload.bench.io_report import IoReport, PathResult, Series, Sustained, Trial
-from offload.errors import ConfigError
-from offload.report.charts import MARK, Chart, Line, render_page
+from offload.report.charts import Chart, Line, render_page
+from offload.runs.own_file import OwnFile
 from offload.sizes import format_size
 
 _GB = 1e9
 _Y_LABEL = "GB/s (10⁹ bytes)"
-_FIRST_BYTES = 4096
 
 
-def require_plottable(file: Path) -> None:
-    """Raises ConfigError if `write_plot` would refuse `file`."""
-    if file.suffix != ".svg":
-        raise ConfigError(
-            f"cannot plot to `{file}`: expected a name that ends in `.svg`, the one format that "
-            "there is; change `--plot`"
-        )
-    if not file.parent.is_dir():
-        raise ConfigError(
-            f"cannot plot to `{file}`: expected its directory to exist, found none; make it"
-        )
-    if file.exists() and MARK.encode() not in file.read_bytes()[:_FIRST_BYTES]:
-        raise ConfigError(
-            f"cannot plot to `{file}`: expected no file or an older plot, found another file; "
-            "name another one"
-        )
-
-
-def write_plot(file: Path, report: IoReport) -> None:
+def write_plot(file: OwnFile, report: IoReport) -> None:
     """Writes the charts of all paths."""
-    require_plottable(file)
     facts = report.environment
     caption = (
         f"{facts['measured_at']}, {facts['processor'] or facts['machine']}, Linux "
         f"{facts['kernel']}; {facts['command']}"
     )
     charts = [chart for path in report.paths for chart in _path_charts(path)]
-    file.write_text(render_page("offload bench io", caption, charts), encoding="utf-8")
+    file.write(render_page("offload bench io", caption, charts))
 
 
 def _path_charts(path: PathResult) -> Iterator[Chart]:

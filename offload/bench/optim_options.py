@@ -13,6 +13,8 @@ from offload.sizes import parse_count
 OPTIMIZERS = tuple(rule for rule in RULES if rule != WHOLE_RULE)
 """The update rules that have kernels; `momentum` is SGD with it."""
 DTYPES = ("bfloat16", "float16", "float32")
+_MOST_THREADS = 1024
+"""More than machines have cores; far more than these the kernel refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,9 @@ def parse_options(
         isas=available if "all" in isa else _known("--isa", tuple(isa) or available[:1], available),
         num_rounds=rounds,
     )
-    if min(options.threads) < 1:
-        raise _wrong("--threads", "1 or more", min(options.threads))
+    for count in options.threads:
+        if not 1 <= count <= _MOST_THREADS:
+            raise _wrong("--threads", f"1 to {_MOST_THREADS}", count)
     if rounds < 1:
         raise _wrong("--rounds", "1 or more", rounds)
     for name in options.codecs:  # refuses what cannot be encoded

@@ -61,7 +61,9 @@ class EngineUpdates:
         overlap = resolve_overlap(options.overlap)
         self._deferred = DeferredUpdates(overlap, StallAccount()) if overlap else None
         self._early = EarlyUpdates() if options.overlap in ("backward", "both") else None
+        # Of whole steps, as of when no update was pending last; None: updates run at once.
         self._moved_by_steps: list[PathBytes] | None = None
+        self._hit_bytes_by_steps: int | None = None
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -131,6 +133,7 @@ class EngineUpdates:
             self._deferred.finish()
             waited_s = self._deferred.wait_s - waited_s
             self._moved_by_steps = self._moved()
+            self._hit_bytes_by_steps = self._pipeline.cache_hit_bytes
         if self._early is not None:
             self._arrive(step, pause_s=2 * compute_s / 3 / len(units))
             return waited_s
@@ -197,8 +200,9 @@ class EngineUpdates:
 
     @property
     def hit_bytes(self) -> int:
-        """Bytes of records that were found in memory so far."""
-        return self._pipeline.cache_hit_bytes
+        """Bytes of records that were found in memory so far, or until no update was pending."""
+        by_steps = self._hit_bytes_by_steps
+        return self._pipeline.cache_hit_bytes if by_steps is None else by_steps
 
     def finish(self) -> None:
         """Waits until no update is pending."""

@@ -55,7 +55,7 @@ Overrides = Annotated[
 ]
 Store = Annotated[
     Path,
-    typer.Argument(metavar="STORE", help="A run directory or a store directory.", exists=True),
+    typer.Argument(metavar="STORE", help="A run directory or a store directory."),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` name and returns its exit code: 0, 1, 2 or 130."""
     output = standard_output(as_json="--json" in arguments)
+    if (empty := _empty_argument(arguments)) is not None:
+        output.report_message(empty, kind="UsageError")
+        return EXIT_WRONG_USE
     # What a library prints must not mix with the object on standard output.
     quiet = contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext()
     try:
@@ -84,6 +87,18 @@ def run(arguments: Sequence[str]) -> int:
     if code == EXIT_INTERRUPTED and not output.has_result:
         output.report_message("interrupted", kind="KeyboardInterrupt")
     return code if isinstance(code, int) else 0
+
+
+def _empty_argument(arguments: Sequence[str]) -> str | None:
+    """Says which argument is empty, as one from a variable that is not set; None: none is."""
+    for before, argument in zip(["offload", *arguments], arguments, strict=False):
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            where = f"after `{before}`" if not argument else f"`{argument}`"
+            return (
+                f"cannot use the arguments: expected none that is empty, found one {where}; give a "
+                "value, or leave it out"
+            )
+    return None
 
 
 def _print_version(wanted: bool) -> None:
@@ -237,9 +252,7 @@ def verify(context: typer.Context, store: Store, as_json: Json = False) -> None:
 @app.command()
 def clean(
     context: typer.Context,
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A directory with stores in it.", exists=True)
-    ],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A directory with stores in it.")],
     delete: Annotated[
         list[Path] | None,
         typer.Option(metavar="STORE", help="Delete this store, for good; once for each."),

@@ -54,7 +54,8 @@ def bench_optim(
     from offload.bench.machine_file import profile_to_write, write_kernels
     from offload.bench.optim import run_optim_bench
     from offload.bench.optim_options import parse_options
-    from offload.bench.optim_plot import require_plottable, write_plot
+    from offload.bench.optim_plot import write_plot
+    from offload.bench.plot_file import plot_file
 
     output: Output = context.obj
     output.as_json = as_json
@@ -68,8 +69,7 @@ def bench_optim(
         isa=isa or (),
         rounds=rounds,
     )
-    if plot is not None:
-        require_plottable(plot)
+    chart = None if plot is None else plot_file(plot)
     profile = profile_to_write(machine) if tune else None
     progress = output.progress_console()
     report = run_optim_bench(
@@ -80,8 +80,8 @@ def bench_optim(
     )
     if profile is not None:
         write_kernels(profile, report)
-    if plot is not None:
-        write_plot(plot, report)
+    if chart is not None:
+        write_plot(chart, report)
     output.show(report, _render)
 
 

@@ -28,7 +28,9 @@ def _as_bytes(value: object) -> int:
 
 
 def _as_absolute(value: object) -> object:
-    return os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else value
+    if not isinstance(value, str) or not value:  # an empty one is no path, not the current one
+        return value
+    return os.path.abspath(os.path.expanduser(value))
 
 
 def _as_tuple(value: object) -> object:

@@ -24,7 +24,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: The file cannot be read, or a key or value is wrong or not available.
     """
     changes = parse_overrides(overrides)
-    return build_config(_read(Path(path)), overrides=changes, source=f"config `{path}`")
+    return build_config(
+        read_toml(Path(path), what="config"), overrides=changes, source=f"config `{path}`"
+    )
 
 
 def default_config(overrides: Sequence[str] = ()) -> Config:
@@ -48,7 +50,7 @@ def open_policy_keys(path: str | Path, overrides: Sequence[str] = ()) -> frozens
         ConfigError: The file cannot be read.
     """
     changes = parse_overrides(overrides)
-    named = changes.get("policy", _read(Path(path)).get("policy", {}))
+    named = changes.get("policy", read_toml(Path(path), what="config").get("policy", {}))
     if not isinstance(named, Mapping):
         return frozenset()
     given = {key.removeprefix("policy.") for key in changes if key.startswith("policy.")}
@@ -117,15 +119,29 @@ def _parsed(values: dict[str, Any], *, source: str, overrides: list[str]) -> Con
         raise ConfigError(message) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, what: str) -> dict[str, Any]:
+    """Returns what the file `path` holds.
+
+    Args:
+        path: Of the file.
+        what: It is, for messages.
+
+    Raises:
+        ConfigError: It cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"cannot read config `{path}`: expected a TOML file, found: {error}; "
-            "name a file that exists"
+            f"cannot read {what} `{path}`: expected a TOML file, found: {error}; name a file that "
+            "exists"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read {what} `{path}`: expected TOML in UTF-8, found: {error}; name another "
+            "file or save it as UTF-8"
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"cannot read config `{path}`: expected TOML, found: {error}; correct that line"
+            f"cannot read {what} `{path}`: expected TOML, found: {error}; correct that line"
         ) from error

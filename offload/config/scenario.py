@@ -1,6 +1,5 @@
 """Scenarios: machines that are not here and the runs on them, as `offload simulate` reads them."""
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -16,6 +15,7 @@ from offload.config.fields import (
     Size,
     StripingName,
 )
+from offload.config.loading import read_toml
 from offload.config.messages import describe_errors
 from offload.config.schema import Config
 from offload.errors import ConfigError
@@ -112,7 +112,7 @@ class ScenarioRun(Section):
     """`"engine"`, or a baseline: what moves there is described in the documentation."""
     parameters: Rate
     """Trainable bf16 parameters of each node's share of the model."""
-    layers: Count = 32
+    layers: Annotated[int, Field(gt=0, le=100_000)] = 32
     """Decoder blocks, all alike."""
     nodes: Count = 1
     """How many share what is shared."""
@@ -188,13 +188,7 @@ def load_scenario(path: str | Path) -> Scenario:
     Raises:
         ConfigError: The file cannot be read, or a key or value is wrong.
     """
-    try:
-        values: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"cannot read scenario `{path}`: expected a TOML file, found: {error}; "
-            "name a file that exists"
-        ) from error
+    values = read_toml(Path(path), what="scenario")
     _refuse_run(values, path)
     try:
         return Scenario.model_validate(values)

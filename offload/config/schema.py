@@ -35,6 +35,7 @@ from offload.config.fields import (
 )
 from offload.config.presets import resolve_policy
 from offload.config.toml import format_toml
+from offload.sizes import format_size
 
 AUTO = "auto"
 
@@ -215,7 +216,17 @@ class HostTierConfig(Section):
     Required unless `offload = false`."""
     window: Size | None = None
     """Part of `memory` for optimizer records that are read, updated and written at one time, at
-    most. Without it 64 MiB, or what the queues of the paths hold, as measured, if that is more."""
+    most, though always enough for one record. Without it 64 MiB, or what the queues of the paths
+    hold, as measured, if that is more."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.memory is not None and self.window is not None and self.window > self.memory:
+            raise ValueError(
+                f"`window` must be a part of `memory`, which is {format_size(self.memory)}, found "
+                f"{format_size(self.window)}"
+            )
+        return self
 
 
 class StorageTierConfig(Section):

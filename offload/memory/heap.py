@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -72,7 +73,9 @@ def large_blocks_mapped() -> Iterator[None]:
             option(_TRIM_THRESHOLD, 2 * _LAST_MMAP_THRESHOLD)
 
 
+@functools.cache
 def _function(name: str) -> Callable[..., int] | None:
+    """Returns a function of the C library, which is opened once: forwards call them."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 

@@ -310,7 +310,8 @@ class DeferredUpdates:
     def _on_updated(self, record: Record) -> None:
         ready: list[Callable[[], None]] = []
         with self._changed:
-            number = self._pending.finish(record)
+            number = self._pending.number_of(record)
+            self._pending.finish(number)
             self._handovers.finish(number)
             for unit in self._units[number]:
                 self._num_left[unit] -= 1

@@ -8,7 +8,7 @@ has no second slot, and nothing of its state moves.
 """
 
 import threading
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -254,8 +254,7 @@ class _ArrivingRecords:
     def number_of(self, record: Record) -> int:
         return self._numbers[record.name]
 
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        del besides  # who waits for a record says which comes next
+    def peek(self) -> Record | None:
         with self._lock:
             return self._waiting[0] if self._waiting else None
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from offload.layout import Record
 from offload.optim.handover import Handovers
@@ -45,14 +45,11 @@ class PendingRecords:
     def number_of(self, record: Record) -> int:
         return self._numbers[record.name]
 
-    def finish(self, record: Record) -> int:
-        """Says that a record is updated, and returns its number. Under the lock."""
-        number = self._numbers[record.name]
+    def finish(self, number: int) -> None:
+        """Says that a record is updated. Under the lock."""
         self._needed.discard(number)
-        return number
 
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        del besides  # who waits for a record says which comes next
+    def peek(self) -> Record | None:
         with self._lock:
             if not self._waiting:
                 return None
@@ -60,14 +57,14 @@ class PendingRecords:
 
     def take(self, record: Record) -> None:
         with self._lock:
-            self._waiting.remove(self._numbers[record.name])
+            self._waiting.remove(self.number_of(record))
 
     def is_open(self) -> bool:
         return False
 
     def choose(self, ready: Sequence[Record]) -> Record | None:
         with self._lock:
-            numbers = [self._numbers[record.name] for record in ready]
+            numbers = [self.number_of(record) for record in ready]
             if not self.is_hurried and self._needed.isdisjoint(self._waiting):
                 numbers = [n for n in numbers if n in self._needed or self._handovers.may_begin(n)]
             if not numbers:

@@ -140,7 +140,7 @@ class UpdatePipeline:
         touched = self.touched(order, updates.keys() | edited)
         self.carry_out(
             UpdateJob(
-                source=InOrder(touched),
+                source=InOrder(touched, that_wait=self.window.records_that_wait),
                 touched=frozenset(record.name for record in touched),
                 updates=updates,
                 edited=edited,
@@ -274,17 +274,21 @@ class _Run:
         self._job = job
         self._reading = ahead
         self._writing: list[_InFlight] = []
+        self._left_out = [] if job.is_staged else self._cached_and_left_out()
 
     @torch.no_grad()
     def finish(self) -> None:
         reading, writing = self._reading, self._writing
         try:
             self._take_over_prefetched()
-            if not self._job.is_staged:
-                self._write_back_left_out()
             source = self._job.source
-            while source.is_open() or source.peek() is not None or reading or writing:
+            while (
+                source.is_open()
+                or source.peek() is not None
+                or (reading or writing or self._left_out)
+            ):
                 self._reap()
+                self._write_back_left_out()
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
                 coming = [current for current in reading if current not in ready]
@@ -314,7 +318,7 @@ class _Run:
 
     def _read_ahead(self) -> None:
         """Starts reading the next records, as long as there are free buffers."""
-        while (record := self._next()) is not None:
+        while (record := self._job.source.peek()) is not None:
             buffer: RecordBuffer | None = None
             is_hit = record.name in self._window.cached
             if not self._window.is_empty:
@@ -331,12 +335,6 @@ class _Run:
             self._read_parameters(current)
             self._read_gradients(current)
             self._pipeline.watch(current)
-
-    def _next(self) -> Record | None:
-        """Returns what is read next: what is in memory must not keep reads waiting."""
-        if self._window.is_left_for_reads:
-            return self._job.source.peek(besides=self._window.cached)
-        return self._job.source.peek()
 
     def _read_gradients(self, current: _InFlight) -> None:
         spilled, buffer = self._state.spilled, current.buffer
@@ -433,23 +431,34 @@ class _Run:
                 tickets.append(write(key, memory, num_bytes=subgroup.parameter_bytes))
         self._pipeline.watch(current)
 
+    def _cached_and_left_out(self) -> list[Record]:
+        """Returns the records in memory that this step neither updates nor keeps."""
+        return [
+            record
+            for record in self._state.layout.records
+            if record.name in self._window.cached
+            and record.name not in self._job.touched
+            and record.name not in self._job.kept
+        ]
+
     def _write_back_left_out(self) -> None:
-        """Starts writing cached records that this step neither updates nor keeps."""
+        """Starts writing what is left out, as far as there are places: room was made for these."""
         store = self._state.store
-        for record in self._state.layout.records:
-            if record.name in self._job.touched or record.name in self._job.kept:
-                continue
-            buffer = self._window.take_cached(record)
+        while self._left_out:
+            record = self._left_out[0]
+            buffer = self._window.try_take_cached(record)
             if buffer is None:
-                continue
+                return
+            self._left_out.pop(0)
             assert buffer.state is not None
             assert store is not None
-            self._writing.append(_InFlight(record=record, buffer=buffer))
+            current = _InFlight(record=record, buffer=buffer)
+            self._writing.append(current)
             if state_key(record) in self._state.dirty:
                 self._state.dirty.discard(state_key(record))
                 ticket = store.write(state_key(record), buffer.state, num_bytes=record.num_bytes)
-                self._writing[-1].tickets.append(ticket)
-                self._pipeline.watch(self._writing[-1])
+                current.tickets.append(ticket)
+                self._pipeline.watch(current)
 
     def _reap(self) -> None:
         """Ends the writes that are done and frees their buffers."""

@@ -1,6 +1,6 @@
 """Which record an update reads next: where the pipeline asks, and the answer of a fixed order."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
 from offload.layout import Record
@@ -10,12 +10,8 @@ from offload.plan.reading_order import ReadingOrder
 class RecordSource(Protocol):
     """Says which record comes next. May change its mind until a record is taken."""
 
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        """Returns the record whose reading begins next; None if there is no more.
-
-        Args:
-            besides: Names of records that had better wait, where the order allows it.
-        """
+    def peek(self) -> Record | None:
+        """Returns the record whose reading begins next; None if there is no more."""
         ...
 
     def take(self, record: Record) -> None:
@@ -32,14 +28,24 @@ class RecordSource(Protocol):
 
 
 class InOrder:
-    """Records in a given order."""
+    """Records in a given order, of which some may wait for others."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(
+        self, records: Iterable[Record], *, that_wait: Callable[[], Container[str]]
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            records: Each once.
+            that_wait: Gives the names of records that had better wait now. Between two calls it
+                loses none but what was taken, as long as it gives any.
+        """
         self._by_name = {record.name: record for record in records}
         self._order = ReadingOrder(self._by_name)
+        self._that_wait = that_wait
 
-    def peek(self, *, besides: Container[str] = ()) -> Record | None:
-        name = self._order.peek(besides=besides)
+    def peek(self) -> Record | None:
+        name = self._order.peek(besides=self._that_wait())
         return None if name is None else self._by_name[name]
 
     def take(self, record: Record) -> None:

@@ -1,6 +1,6 @@
 """The window: buffers that hold what of a record lives on storage while it is updated."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,10 +84,13 @@ class Window:
         pools = (pool.num_free for pool in self._pools)
         return min(self.num_places - self.num_places_taken, *pools) if self._pools else 0
 
-    @property
-    def is_left_for_reads(self) -> bool:
-        """Whether a record that is in memory had better wait for one that has to be read."""
-        return is_left_for_reads(self.num_places - self.num_places_taken, self.num_places)
+    def records_that_wait(self) -> Container[str]:
+        """Returns the names of records that had better wait for those that have to be read now.
+
+        These are the ones in memory, once the places that are left are for reads.
+        """
+        num_free = self.num_places - self.num_places_taken
+        return self.cached if is_left_for_reads(num_free, self.num_places) else ()
 
     @property
     def _pools(self) -> list[SlotPool[memoryview]]:
@@ -133,13 +136,12 @@ class Window:
             gradients=self._cut_gradients(record, gradient_slot) if gradient_slot else {},
         )
 
-    def take_cached(self, record: Record) -> RecordBuffer | None:
-        """Takes a state out of the cache, whatever places there are; None where it is not in it."""
-        state = self.cached_state(record)
-        if state is None:
+    def try_take_cached(self, record: Record) -> RecordBuffer | None:
+        """Takes a state that is cached out of the cache; None while all places are taken."""
+        if self.num_places_taken >= self.num_places:
             return None
         self.num_places_taken += 1
-        slot = self.cached.pop(record.name)
+        state, slot = self.cached_state(record), self.cached.pop(record.name)
         return RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
 
     def keep(self, record: Record, buffer: RecordBuffer) -> RecordBuffer:

@@ -49,6 +49,9 @@ class RunPlan:
     """The run's policy."""
     savings: tuple[Saving, ...] = ()
     """What to give up for less memory, where the run does not fit."""
+    smallest_anew_bytes: int | None = None
+    """The smallest host budget without the store that is gone on with, where the run does not fit.
+    """
     drains: bool = False
     """Whether checkpoints are copied elsewhere."""
     co_resident_units: int = 1
@@ -98,13 +101,24 @@ class RunPlan:
         raise PlanError("; ".join([*self.reasons, *savings, *([note] if note else [])]))
 
     def _give_up_note(self) -> str | None:
-        """Says so where the host budget is too small and no other choice would need less."""
-        if self.host is None or self.host.fits or self.savings:
+        """Says what beside choices decides how much host memory is needed, if too little."""
+        if self.host is None or self.host.fits:
             return None
-        return (
-            "no other choice of `policy`, `train.gradient_dtype` or `activations.offload` needs "
-            "less of `tiers.host.memory`: only more of it, or a smaller model, helps"
-        )
+        notes, helps = [], "only more of it, or a smaller model, helps"
+        anew = self.smallest_anew_bytes
+        if anew is not None and anew < self.host.smallest_bytes:
+            notes.append(
+                "the store keeps the layout that it was begun with, with records of "
+                f"{format_size(self.host.buffer_bytes)}: a run that begins anew, with another "
+                f"`--run-dir` and without `--resume`, needs {format_size(anew)}"
+            )
+            helps = "only more of it, a run that begins anew, or a smaller model, helps"
+        if not self.savings:
+            notes.append(
+                "no other choice of `policy`, `train.gradient_dtype` or `activations.offload` "
+                f"needs less of `tiers.host.memory`: {helps}"
+            )
+        return "; ".join(notes) or None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`; what does not apply or is not known is None."""

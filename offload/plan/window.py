@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.plan.machine_profile import MachineProfile
-from offload.sizes import MIB
+from offload.sizes import MIB, format_size
 
 WINDOW_BYTES = 64 * MIB
 """Of records that are read, updated and written at one time, unless the queues of the paths hold
@@ -102,3 +102,19 @@ def window_bytes_for(
     measured = [profile.find(directory) for directory in directories]
     queues = sum(2 * path.queue_depth * path.block_bytes for path in measured if path is not None)
     return max(WINDOW_BYTES, queues)
+
+
+def too_small_window(asked: int | None, record_bytes: int) -> str | None:
+    """Returns what a run must know of a window that does not hold one record; None: it does.
+
+    Args:
+        asked: `tiers.host.window`.
+        record_bytes: What one record takes of the window.
+    """
+    if asked is None or asked >= record_bytes:
+        return None
+    return (
+        f"`tiers.host.window` of {format_size(asked)} is too small for a record: one takes "
+        f"{format_size(record_bytes)}, and the window holds one all the same, so that nothing is "
+        "read or written while it is updated; raise it to four records or leave it out"
+    )

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.storage.dead_stores import FoundDirectory, delete_directory, find_directories
+from offload.storage.dead_stores import (
+    FoundDirectory,
+    delete_directory,
+    find_directories,
+    is_store_directory,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +39,15 @@ def clean(path: Path, *, delete: Sequence[Path] = ()) -> Cleaning:
         delete: Store directories, absolute or relative to `path` or the current directory.
 
     Raises:
-        ConfigError: One of `delete` is not below `path`.
-        StoreError: One of `delete` is no store, or is in use; what came before it is deleted.
+        ConfigError: `path` is no directory, or one of `delete` is no store at or below it; nothing
+            is deleted.
+        StoreError: One of `delete` is in use; what came before it is deleted.
     """
+    if not path.is_dir():
+        raise ConfigError(
+            f"cannot look for stores in `{path}`: expected a directory, found "
+            f"{'a file' if path.exists() else 'nothing'}; correct the path"
+        )
     deleted = [delete_directory(root) for root in [_within(path, name) for name in delete]]
     found = list(find_directories(path))
     return Cleaning(
@@ -48,7 +59,8 @@ def clean(path: Path, *, delete: Sequence[Path] = ()) -> Cleaning:
 
 def _within(path: Path, name: Path) -> Path:
     for candidate in (path / name, name):
-        if candidate.is_dir() and candidate.resolve().is_relative_to(path.resolve()):
+        is_below = candidate.resolve().is_relative_to(path.resolve())
+        if is_below and is_store_directory(candidate):
             return candidate.absolute()
     raise ConfigError(
         f"cannot delete `{name}`: expected a store at or below `{path}`, found none; name one that "

@@ -1,6 +1,7 @@
 """Text as bytes: where a run's data comes from and how batches are cut from it."""
 
 import glob
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,11 @@ def _matching(pattern: str) -> list[Path]:
 def _read_all(paths: Iterable[Path]) -> Iterator[bytes]:
     for path in paths:
         try:
+            if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+                raise ConfigError(
+                    f"cannot read data file `{path}`: expected a file of text, found a device, a "
+                    "pipe or a socket, which may have no end; correct `data.files`"
+                )
             yield path.read_bytes()
         except OSError as error:
             raise ConfigError(

@@ -141,7 +141,7 @@ def resolve_store(path: Path) -> Path:
         raise ConfigError(
             f"cannot tell which store in `{path}` is meant: expected a run directory or a store "
             f"directory, found {listed(list(map(str, below)))} in it; name one, such as "
-            f"`offload inspect {below[0]}`"
+            f"`{below[0]}`"
         )
     return path
 

@@ -1,49 +1,30 @@
 """A plan as a run's configuration: what it chose, written out."""
 
-import os
 from pathlib import Path
 
 from offload.config import Config, build_config
-from offload.errors import ConfigError
 from offload.plan.run_plan import RunPlan
 from offload.runs.compared_policies import with_choices
+from offload.runs.own_file import OwnFile
 
 MARK = "# A run as planned, by `offload plan --write`."
-"""The first line of a file that may be written anew."""
+"""In a file that may be written anew."""
 
 
 def require_writable(file: Path) -> None:
-    """Raises ConfigError unless there is no `file` or one that `write_plan` wrote."""
-    if not file.parent.is_dir():
-        raise ConfigError(
-            f"cannot write the plan to `{file}`: expected a directory `{file.parent}`, found none; "
-            "make it, or name another file with `--write`"
-        )
-    if not file.exists() and not file.is_symlink():
-        return
-    if not file.is_file() or not _first_line(file).startswith(MARK):
-        raise ConfigError(
-            f"cannot write the plan to `{file}`: expected no file or one that begins with "
-            f"`{MARK}`, found another one; name another file with `--write`"
-        )
+    """Raises ConfigError unless `write_plan` can write `file`, which stays as it is."""
+    _own(file).require_writable()
 
 
 def write_plan(file: Path, config: Config, plan: RunPlan) -> None:
     """Writes the run with every choice and size of its plan, defaults included.
 
     Raises:
-        ConfigError: The file is not one that this wrote.
+        ConfigError: The file is not one that this wrote, or cannot be written.
         PlanError: The run does not fit.
     """
-    require_writable(file)
     plan.require_fit()
-    text = f"{MARK}\n{planned_config(config, plan).to_toml()}"
-    new = file.with_name(f".{file.name}.{os.getpid()}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    _own(file).write(f"{MARK}\n{planned_config(config, plan).to_toml()}")
 
 
 def planned_config(config: Config, plan: RunPlan) -> Config:
@@ -63,6 +44,7 @@ def planned_config(config: Config, plan: RunPlan) -> Config:
     return build_config(config.to_dict(), overrides=sizes)
 
 
-def _first_line(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline()
+def _own(file: Path) -> OwnFile:
+    return OwnFile(
+        path=file, what="the plan to", mark=MARK, remedy="name another file with `--write`"
+    )

@@ -20,7 +20,7 @@ from offload.plan.traffic import (
     kept_for_backward_bytes,
     step_traffic,
 )
-from offload.plan.window import window_bytes_for
+from offload.plan.window import too_small_window, window_bytes_for
 from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
@@ -58,6 +58,7 @@ def plan_run(
     require_writable_paths(config, stores)
     directories = existing_directories(config, stores)
     known = read_profile() if profile is None else profile
+    window = config.tiers.host.window
     config = _with_window(config, directories, known)
     model = build_meta_model(config.model) if model is None else model
     arrangement = arrange_run(config, model, stored=stored)
@@ -86,7 +87,12 @@ def plan_run(
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
         num_paths=max(1, len(config.tiers.storage.paths)),
-        warnings=tuple(storage_warnings(config, directories, spilled)) if config.offload else (),
+        warnings=()
+        if host is None
+        else (
+            *storage_warnings(config, directories, spilled),
+            *filter(None, [too_small_window(window, host.buffer_bytes)]),
+        ),
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
         savings=()
@@ -94,6 +100,9 @@ def plan_run(
         else tuple(
             possible_savings(config, model, stored=stored, smallest_bytes=host.smallest_bytes)
         ),
+        smallest_anew_bytes=None
+        if host is None or host.fits or stored is None
+        else arrange_run(config, model).host.smallest_bytes,
         drains=config.checkpoint.drain is not None,
         co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),

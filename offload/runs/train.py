@@ -69,13 +69,13 @@ def run_training(
     plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
+    warm_up(config)
     directory.prepare(config, plan=plan.to_json())
     for warning in plan.warnings:
         _LOG.warning("%s", warning)
     if directory.copied_from is not None:
         copy_in(config, directory)
     machine = _probe(config, plan, directory) if config.offload else None
-    warm_up(config)
     summary = TrainingRun(
         config=config,
         directory=directory,

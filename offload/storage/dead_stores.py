@@ -62,6 +62,11 @@ def find_directories(path: Path) -> Iterator[FoundDirectory]:
         names.sort()
 
 
+def is_store_directory(path: Path) -> bool:
+    """Returns whether `path` itself, not a link to it, is a directory of a store."""
+    return (path / OWNER_FILE).is_file() and not path.is_symlink()
+
+
 def delete_directory(root: Path) -> FoundDirectory:
     """Deletes one directory of a store, whatever it holds, and returns what it was.
 
@@ -69,7 +74,7 @@ def delete_directory(root: Path) -> FoundDirectory:
         StoreError: It is no store, or a process owns it.
         StorageError: A file could not be deleted.
     """
-    if not (root / OWNER_FILE).is_file() or root.is_symlink():
+    if not is_store_directory(root):
         raise StoreError(
             f"cannot delete `{root}`: expected the directory of a store, with a file "
             f"`{OWNER_FILE}`, found none; `offload clean` without `--delete` lists those there are"

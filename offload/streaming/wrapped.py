@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -290,8 +290,10 @@ class WrappedModel:
         with self.counters.committing():
             self._settle_edits()
             state, window = self._memory.state, self._memory.window
-            self._require_room(written_by_commit(self.layout, state.dirty), what="commit")
-            write_dirty(state, window, num_at_once=self.plan.num_written_at_once)
+            num_at_once = self.plan.num_written_at_once
+            groups = written_by_commit(self.layout, state.dirty)
+            self._store.require_room(groups, num_in_flight=num_at_once, what="commit")
+            write_dirty(state, window, num_at_once=num_at_once)
             buffers = self._buffers().write(self._store)
         return CommitHead(
             step=self.completed_steps,
@@ -429,11 +431,14 @@ class WrappedModel:
             self._updates.run({}, step=self.completed_steps + 1)
 
     def _require_room_for_step(self) -> None:
-        if self._store is not None:
-            commits = self._store.durability == "commit"
-            groups = written_until_commit(self._memory.state, commits=commits)
-            self._require_room(groups, what=f"make step {self.completed_steps + 1}")
-
-    def _require_room(self, groups: Sequence[Mapping[str, int]], *, what: str) -> None:
-        assert self._store is not None
-        self._store.require_room(groups, num_in_flight=self.plan.num_written_at_once, what=what)
+        if self._store is None:
+            return
+        commits = self._store.durability == "commit"
+        groups = written_until_commit(self._memory.state, commits=commits)
+        # A staged version lies beside the current one until the step.
+        is_staged = self._updates.early is not None
+        self._store.require_room(
+            groups,
+            num_in_flight=len(groups) if is_staged else self.plan.num_written_at_once,
+            what=f"make step {self.completed_steps + 1}",
+        )

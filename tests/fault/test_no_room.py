@@ -37,8 +37,8 @@ HOST = {"memory": 220 << 10, "window": 1}
 """A window of one record: one is written at a time."""
 
 
-def open_session(tmp_path, **storage):
-    config = {"tiers": {"host": HOST, "storage": storage}}
+def open_session(tmp_path, *, policy=None, **storage):
+    config = {"tiers": {"host": HOST, "storage": storage}, "policy": policy or {}}
     return offload.Session(config, store=[tmp_path / "a", tmp_path / "b"])
 
 
@@ -84,6 +84,23 @@ def test_a_step_without_room_changes_nothing_and_may_be_done_once_there_is_room(
         session.delete_checkpoint("first")
         optimizer.step()
         assert session.state_digest() == digest
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_updates_under_backward_are_refused_where_staged_versions_have_no_room(tmp_path, overlap):
+    one, _ = version_bytes(tmp_path / "free")
+    with open_session(
+        tmp_path / "full", policy={"overlap": overlap}, capacity=one - 2 * MIB
+    ) as session:  # on two paths
+        model = session.wrap(build(SmallGPT))
+        session.AdamW(model.parameters(), **OPTIONS)
+        before = session.stats()
+
+        with pytest.raises(StorageError, match="cannot make step 1") as caught:
+            loss_of(model, 0).backward()
+
+        assert caught.value.errno == errno.ENOSPC
+        assert session.stats().write_bytes == before.write_bytes
 
 
 def test_space_that_a_step_may_take_is_reserved_before_it_writes(tmp_path, monkeypatch):

@@ -105,6 +105,28 @@ def test_a_cached_record_that_a_step_leaves_out_is_written_back():
     assert set(steps.harness.window.cached) == {"a#0", "b#0"}
 
 
+def test_what_steps_leave_out_is_written_back_by_no_more_at_once_than_the_window_has_places():
+    steps = Steps("alternating", num_cached=6, num_places=2, units="abcdefgh")
+    steps.run("abcdefgh")
+    store, tickets, in_flight = steps.harness.store, [], []
+    write = store.write
+
+    def counting(record, source, **options):
+        ticket = write(record, source, **options)
+        if record.startswith("state/"):
+            tickets.append(ticket)
+            in_flight.append(sum(not each.was_awaited for each in tickets))
+        return ticket
+
+    store.write = counting
+    steps.order = resolve_order("sequential")  # keeps nothing
+    events, _ = steps.run("a")
+
+    assert {event[2] for event in events if event[0] == "w"} == set("acdefgh")
+    assert max(in_flight) == 2
+    assert steps.harness.window.num_places_taken == 0
+
+
 def test_edits_alone_leave_the_cache_as_it_is():
     steps = Steps("resident", num_cached=2)
     steps.run()

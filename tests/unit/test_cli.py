@@ -465,3 +465,15 @@ def test_the_module_is_the_same_command():
 
     assert shown[0] == shown[1]
     assert shown[0].startswith(b"offload ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "run.toml", "--resume", ""], ["train", ""], ["train", "run.toml", "--run-dir="]],
+)
+def test_an_argument_that_is_empty_is_refused_before_anything_is_done(calls, capsys, arguments):
+    code = run([*arguments, "--json"])
+
+    assert code == 2
+    assert "expected none that is empty" in _json(capsys)[0]["error"]["message"]
+    assert "train" not in calls

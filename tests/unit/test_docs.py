@@ -5,11 +5,14 @@ in one namespace, in an empty directory.
 """
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
+from offload.cli.app import app
 from offload.config import build_config
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +22,8 @@ DOCUMENTS = [
     if path.is_file()
 ]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^(?:    )?(offload [a-z][^#;\n]*)", re.MULTILINE)
+_MOST_COLUMNS = 110
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -65,3 +70,34 @@ def test_links_between_files_lead_somewhere(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
 def test_every_example_configuration_loads(path):
     build_config(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_fit_a_window_but_for_tables(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+
+    long = [line for line in lines if len(line) > _MOST_COLUMNS and not line.startswith("|")]
+
+    assert long == []
+
+
+def _commands():
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        blocks = re.findall(r"^```\w*\n(.*?)^```$|((?:^    .*\n)+)", text, re.MULTILINE | re.DOTALL)
+        for block in blocks:
+            for command in _COMMAND.findall("".join(block)):
+                yield pytest.param(command, id=command[:60])
+
+
+@pytest.mark.parametrize("text", list(_commands()))
+def test_commands_in_the_docs_are_those_that_there_are(text):
+    _, *words = shlex.split(text)
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+
+    if words != ["--help"]:
+        command.make_context("offload", list(words))
+
+    assert all((ROOT / word).exists() for word in words if word.startswith("examples/"))

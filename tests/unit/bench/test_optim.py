@@ -1,12 +1,13 @@
 """A smoke run of `offload bench optim`, and what it counts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from offload.bench.optim import run_optim_bench
 from offload.bench.optim_options import parse_options
-from offload.bench.optim_plot import write_plot
+from offload.bench.plot_file import plot_file
 from offload.cli.app import run
 from offload.errors import BudgetError, ConfigError
 from offload.optim.kernels import kernel_names
@@ -103,13 +104,17 @@ def test_more_parameters_than_free_memory_holds_are_refused():
         run_optim_bench(parse_options(parameters="1e12", rounds=1))
 
 
-def test_a_plot_overwrites_only_plots(tmp_path):
+def test_a_plot_overwrites_only_plots_and_is_refused_before_anything_is_measured(tmp_path):
     mine = tmp_path / "mine.svg"
     mine.write_text("<svg>mine</svg>")
-    report = run_optim_bench(parse_options(parameters="100", rounds=1))
 
-    for file in (mine, tmp_path / "plot.png", tmp_path / "none" / "plot.svg"):
-        with pytest.raises(ConfigError, match="cannot plot"):
-            write_plot(file, report)
+    for file in (
+        mine,
+        tmp_path / "plot.png",
+        tmp_path / "none" / "plot.svg",
+        Path("/proc/plot.svg"),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot write the plot .*expected.*--plot"):
+            plot_file(file)
 
     assert mine.read_text() == "<svg>mine</svg>"

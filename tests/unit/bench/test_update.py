@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from offload.bench.update import bench_update
+from offload.bench.update_engine import EngineUpdates
 from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
 from offload.bench.update_room import host_plan, least_need
 from offload.cli.app import run
@@ -123,6 +124,30 @@ def test_updates_under_passes_move_the_same_bytes_and_compute_the_same_bits(
     assert under.bound_s <= alone.bound_s
     assert alone.parameters_per_s == PARAMETERS / alone.update_s
     assert under.parameters_per_s is None
+
+
+def test_hits_are_those_of_whole_steps_however_far_pending_updates_are(tmp_path):
+    roots = paths_of(tmp_path, "a")
+    options = UpdateOptions(
+        parameters=PARAMETERS,
+        paths=roots,
+        host_memory_bytes=80 << 20,
+        order="resident",
+        overlap="forward",
+    )
+    layout, plan = made_up_layout(PARAMETERS, codec="split"), host_plan(options)
+    root = tmp_path / "a" / "store"
+    with EngineUpdates(layout, plan, options, roots=[root], machine=rates_of(roots)) as updates:
+        hits = []
+        for step in (1, 2):
+            updates.passes(step, 0.0)
+            updates.update(step)
+            updates.finish()  # as if they were done before anyone looks
+            hits.append(updates.hit_bytes)
+        updates.passes(3, 0.0)
+        hits.append(updates.hit_bytes)
+
+    assert hits == [0, 0, sum(record.padded_bytes for record in layout.records)]
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])

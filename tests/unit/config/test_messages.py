@@ -156,7 +156,7 @@ def test_an_override_is_told_from_the_file():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("train = [", "TOML"), ("\0", "TOML"), (b"\xff\xfe", "TOML")]
+    ("text", "found"), [("train = [", "TOML"), ("\0", "TOML"), (b"\xff\xfe", "UTF-8")]
 )
 def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path, text, found):
     path = tmp_path / "run.toml"

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,21 @@ def test_what_a_killed_process_left_is_found_and_explained(tmp_path, capsys):
     assert [store["step"] for store in found["dead"]] == [3]
     assert run(["clean", str(tmp_path)]) == 0
     assert "--delete STORE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["file", "nothing"])
+def test_only_a_directory_is_looked_through(tmp_path, name):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=rf"cannot look for stores in .*{name}`.*correct the"):
+        clean(tmp_path / name)
+
+
+def test_nothing_is_deleted_where_one_of_the_names_is_no_store(tmp_path, engine):
+    make_store(tmp_path / "a", engine).close()
+    (tmp_path / "run").mkdir()
+
+    with pytest.raises(ConfigError, match="cannot delete `run`"):
+        clean(tmp_path, delete=[Path("a"), Path("run")])
+
+    assert (tmp_path / "a").is_dir()

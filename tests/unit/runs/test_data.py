@@ -1,3 +1,4 @@
+import os
 import sysconfig
 from pathlib import Path
 
@@ -123,3 +124,12 @@ def test_text_shorter_than_a_window_is_refused(num_train, num_validation, ok):
     else:
         with pytest.raises(ConfigError, match="at least 11 bytes"):
             text.check(context=10)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_what_may_have_no_end_is_no_text(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+
+    with pytest.raises(ConfigError, match=rf"`{name}`: expected a file of text, found a device"):
+        open_text("files", files=[name], validation_fraction=0.5)

@@ -124,3 +124,39 @@ def test_where_nothing_helps_a_plan_and_an_error_say_so(tmp_path):
         "tiers.host.memory=64KiB",
         "policy.parameters=host",
     )
+
+
+def test_a_batch_that_no_memory_holds_is_refused_with_what_to_lower(tmp_path):
+    assert_refused(
+        tmp_path,
+        PlanError,
+        r"`train.batch` 999999999999 .*allocate memory.*lower",
+        "train.batch=999999999999",
+    )
+
+
+def test_a_window_larger_than_the_budget_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"`window` must be a part of `memory`.*found 1 TiB"):
+        config("tiers.host.window=1TiB")
+
+
+def test_a_window_too_small_for_a_record_holds_one_and_says_so(tmp_path):
+    plan = plan_run(config("tiers.host.window=1"))
+    record_bytes = plan.host.buffer_bytes
+
+    assert plan.host.num_buffers == 1
+    assert any("`tiers.host.window` of 1 B is too small" in each for each in plan.warnings)
+    enough = plan_run(config(f"tiers.host.window={record_bytes}"))
+    assert not any("tiers.host.window" in each for each in enough.warnings)
+
+
+def test_a_budget_too_small_for_the_records_of_a_store_says_what_a_new_run_needs(tmp_path):
+    large = plan_run(config("tiers.host.memory=256MiB"))
+    smallest = plan_run(config("tiers.host.memory=1MiB")).host.smallest_bytes
+
+    resumed = plan_run(config(f"tiers.host.memory={smallest}"), stored=large.layout)
+
+    assert not resumed.fits
+    assert resumed.smallest_anew_bytes == smallest
+    with pytest.raises(PlanError, match=r"the store keeps the layout .* a run that begins anew"):
+        resumed.require_fit()
