@@ -7,6 +7,7 @@ no CUDA device. On `emulated` the rates say nothing of hardware: it shows that t
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -32,6 +33,10 @@ def main():
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(f"no CUDA device: torch {torch.__version__} finds none; nothing was measured")
         return 77
+    if arguments.device == "cuda":  # attention's backward adds in any order else
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     rows, is_right = measure(arguments.device, small=arguments.small)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

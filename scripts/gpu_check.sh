@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, runs tests/gpu and prints a table of what a CUDA device does, without a network.
 #
-#   scripts/gpu_check.sh           needs torch >= 2.9 for CUDA, numpy and a C compiler
+#   scripts/gpu_check.sh           needs Python 3.11, torch 2.9 for CUDA, numpy and a C compiler, or newer
 #   scripts/gpu_check.sh --carry   where there is a network: fetches the other wheels into
 #                                  build/wheels, which goes along to the machine with the GPU
 #
@@ -11,23 +11,54 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 wheels=${WHEELS:-build/wheels}
-needed=(aiofiles cffi hypothesis nvidia-ml-py psutil pydantic pytest rich safetensors setuptools typer xxhash)
+bin=build/gpu_check/bin
+# What is needed beside torch and numpy, as pyproject.toml has it.
+needed=("aiofiles>=24.1" "cffi>=1.17" "hypothesis>=6.100" "nvidia-ml-py>=12" "psutil>=6"
+	"pydantic>=2.10,<3" "pytest>=8.3" "rich>=13" "safetensors>=0.4.5" "setuptools>=77"
+	"typer>=0.15" "xxhash>=3.5")
 
 main() {
 	if [ "${1:-}" = --carry ]; then
 		carry
 		return
 	fi
-	if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-		echo "no CUDA device: \`$python\` has no torch that finds one; nothing was checked" >&2
-		exit 77
-	fi
+	require_device
+	require_compiler
 	environment
-	local bin=build/gpu_check/bin
 	"$bin/python" csrc/build_aio.py >/dev/null
 	"$bin/python" csrc/build_optim.py >/dev/null
+	# As many bits as there are repeat only where cuBLAS has one workspace for each stream.
+	export CUBLAS_WORKSPACE_CONFIG=:4096:8
 	"$bin/python" -m pytest -q -m gpu tests/gpu
 	"$bin/python" benchmarks/gpu_check.py --device cuda
+}
+
+require_device() {
+	"$python" - <<-'PROBE' || exit 77
+		import sys
+
+		def stop(what):
+		    print(f"no CUDA device: {what}; nothing was checked", file=sys.stderr)
+		    sys.exit(77)
+
+		if sys.version_info < (3, 11):
+		    stop(f"expected Python 3.11 or newer, found {sys.version.split()[0]}; set PYTHON=")
+		try:
+		    import torch
+		except ImportError:
+		    stop(f"`{sys.executable}` has no torch; set PYTHON= to one that has")
+		if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+		    stop(f"expected torch 2.9 or newer, found {torch.__version__}")
+		if not torch.cuda.is_available():
+		    stop(f"torch {torch.__version__} of `{sys.executable}` finds none")
+	PROBE
+}
+
+require_compiler() {
+	command -v "${CC:-gcc}" >/dev/null || {
+		echo "no C compiler: expected \`${CC:-gcc}\`; install one, or set CC=" >&2
+		exit 1
+	}
 }
 
 # For Python 3.12 on the platform of this machine.
@@ -38,17 +69,20 @@ carry() {
 	echo "$(ls "$wheels" | wc -l) wheels are in $wheels ($(du -sh "$wheels" | cut -f1))"
 }
 
-# torch and what else the machine has is used as it is; what it lacks comes from the wheels.
+# torch and what else the interpreter has is used as it is, also where that is an environment
+# itself; what it lacks, or has too old, comes from the wheels.
 environment() {
-	"$python" -m venv --system-site-packages build/gpu_check
-	local bin=build/gpu_check/bin package missing=()
-	for package in "${needed[@]}"; do
-		"$bin/python" -c "import importlib.metadata as m; m.version('$package')" 2>/dev/null ||
-			missing+=("$package")
-	done
-	if [ ${#missing[@]} -gt 0 ]; then
-		"$bin/python" -m pip install --quiet --no-index --find-links "$wheels" "${missing[@]}"
-	fi
+	"$python" -m venv --clear build/gpu_check
+	"$python" - <<-'PATHS' >"$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/interpreter.pth"
+		import site, sys
+
+		own = site.getsitepackages() + [site.getusersitepackages()]
+		print("\n".join(path for path in sys.path if path in own))
+	PATHS
+	"$bin/python" -m pip install --quiet --no-index --find-links "$wheels" "${needed[@]}" || {
+		echo "run \`scripts/gpu_check.sh --carry\` where there is a network, and bring $wheels" >&2
+		exit 1
+	}
 	"$bin/python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 }
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-_SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread")
-"""Pools of the process that start with their first use and stay."""
+_SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread", "Dummy-")
+"""Pools of the process that start with their first use and stay; `Dummy-`: autograd's for a GPU."""
 _END_S = 2.0
 
 

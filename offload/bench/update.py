@@ -24,8 +24,7 @@ from offload.optim.kernels import load_kernels
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
-from offload.plan.traffic import ModelBytes, StepTraffic, step_traffic
-from offload.policy import resolve_order
+from offload.plan.traffic import ModelBytes, StepTraffic, cached_state_bytes, step_traffic
 from offload.runs.busy import CpuTime, others_cpu_share
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.result import ratio
@@ -179,16 +178,14 @@ class _Bench:
     def _traffic(self, num_cached: int) -> StepTraffic:
         """Returns the bytes of a step by the rules of what is measured."""
         rules = RULES.get(self._options.baseline)
-        order = resolve_order(rules.order if rules else self._options.order)
-        records = self._layout.records
-        kept = order.kept(len(records), num_cached, step=1)
+        order = rules.order if rules else self._options.order
         spilled = 4 * self._options.parameters if rules and rules.spills_gradients else 0
         return step_traffic(
             ModelBytes.of(self._layout),
             parameters="host",
             optimizer="storage",
             micro_steps=1,
-            cached_state_bytes=sum(records[index].num_bytes for index in kept),
+            cached_state_bytes=cached_state_bytes(self._layout, order, num_cached),
             spilled_gradient_bytes=spilled,
         )
 

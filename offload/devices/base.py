@@ -5,9 +5,11 @@ A copy to the device is asynchronous. What fills a slot is ordered in three step
 only after the last use of the slot's former bytes (its storage died then, or `note_uses` was
 called), computing starts only after the copy, which
 `Copy.wait` sees to, and the host memory that it reads is reused only after `Copy.synchronize`, or
-once `Copy.done`. `wait` need not block: on CUDA it makes the current stream wait for an event.
+once `Copy.done`. `wait` need not block: on CUDA it makes the current stream wait for an event, and
+the host memory may still be read after it.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ class Device(ABC):
     Attributes:
         copied_in_bytes: Copied to the device since the beginning; 0 where nothing has to be.
         copied_out_bytes: Copied from it.
+        registered_bytes: Of host memory that is registered now.
 
     Concurrency: `copy_in` and `copy_out` may be called from any thread; storages that give slots
         back may die in any thread.
@@ -60,13 +63,28 @@ class Device(ABC):
     """As in `tiers.device.kind`."""
     is_unified: ClassVar[bool] = False
     """Whether host arenas are device arenas, so that nothing is copied."""
+    computes_later: ClassVar[bool] = False
+    """Whether work is done after the call that asks for it, so that reading a value of its memory
+    waits for everything that was asked for before."""
     copied_in_bytes = 0
     copied_out_bytes = 0
+    _counting: ClassVar[threading.Lock] = threading.Lock()
+    """Over the counts of all devices."""
 
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
         """The torch device of the model's tensors."""
+
+    @property
+    def registered_bytes(self) -> int:
+        return 0
+
+    def count(self, *, in_bytes: int = 0, out_bytes: int = 0) -> None:
+        """Adds to what was copied; any thread."""
+        with self._counting:
+            self.copied_in_bytes += in_bytes
+            self.copied_out_bytes += out_bytes
 
     @abstractmethod
     def open(self) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.devices.base import Copy, Device, MemoryFacts
 from offload.errors import BudgetError, OffloadError
-from offload.memory import Arena, Region, memory_of, storage_over
+from offload.memory import Arena, Region, address_of, memory_of, storage_over
 from offload.sizes import format_size
 
 POISON = 0xFF
@@ -53,6 +53,7 @@ class EmulatedDevice(Device):
         self._not_valid: dict[int, set[_LinkCopy]] = {}
         # Addresses of storages that may be in use: their bytes were made visible.
         self._in_use: set[int] = set()
+        self._registered: dict[int, int] = {}  # bytes, by address
 
     @property
     def torch_device(self) -> torch.device:
@@ -65,6 +66,7 @@ class EmulatedDevice(Device):
     def close(self) -> None:
         self._in.close()
         self._out.close()
+        self._registered.clear()
 
     def allocate(self, num_bytes: int) -> Region:
         free = self._memory_bytes - self._allocated_bytes
@@ -110,6 +112,18 @@ class EmulatedDevice(Device):
             die.atexit = False
         return base
 
+    @property
+    def registered_bytes(self) -> int:
+        return sum(self._registered.values())
+
+    def register_host(self, memory: memoryview) -> None:
+        if len(memory):
+            self._registered[address_of(memory)] = len(memory)
+
+    def unregister_host(self, memory: memoryview) -> None:
+        if len(memory):
+            self._registered.pop(address_of(memory), None)
+
     def copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
         memory = memory_of(into)
         address = into.untyped_storage().data_ptr()
@@ -118,7 +132,7 @@ class EmulatedDevice(Device):
                 f"cannot copy to device memory at {address:#x}: expected nothing that still uses "
                 "its bytes, found that they were made visible; call `note_uses` after the last use"
             )
-        self.copied_in_bytes += len(source)
+        self.count(in_bytes=len(source))
 
         def move() -> None:
             memory[:] = source
@@ -135,7 +149,7 @@ class EmulatedDevice(Device):
 
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         self.require_valid(source)
-        self.copied_out_bytes += into.numel() * into.element_size()
+        self.count(out_bytes=into.numel() * into.element_size())
 
         def move() -> None:
             with torch.no_grad():

@@ -37,6 +37,11 @@ def make_device(
     return CpuDevice()
 
 
+def is_process_memory(kind: str) -> bool:
+    """Returns whether the memory of such a device is this process's own."""
+    return kind == EmulatedDevice.kind
+
+
 def require_device(kind: str) -> None:
     """Raises ConfigError if this machine lacks the device; opens and allocates nothing."""
     if kind == "cuda":

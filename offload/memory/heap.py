@@ -5,6 +5,8 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
+from pathlib import Path
 
 from offload.sizes import KIB, MIB
 
@@ -26,18 +28,39 @@ def trim_heap() -> bool:
     return trim is not None and bool(trim(0))
 
 
-def trim_heap_beyond(free_bytes: int) -> bool:
-    """Does so if more than `free_bytes` of the heap are free; returns whether it did.
+class HeapHoles:
+    """Keeps the resident part of the heap near the most that was in use of it at one time.
 
-    A forward leaves holes between the activations that it keeps, which none of the gradients fits:
-    backward grows the heap instead, and the holes stay resident.
+    A forward leaves holes between the activations that it keeps, into which none of the next
+    layer's fits, nor a gradient: the heap grows instead, and the holes stay resident. Backward
+    frees activations and fills holes that had gone back to the kernel. What is resident of the heap
+    is told from all that is, of which the rest is known from when no hole was.
     """
-    info = _function("mallinfo2")
-    if info is None:
-        return False
-    info.restype = _HeapInfo  # type: ignore[attr-defined]
-    found: _HeapInfo = info()  # type: ignore[assignment]
-    return found.fordblks > free_bytes and trim_heap()
+
+    def __init__(self) -> None:
+        self._most_used_bytes = 0
+        self._other_bytes = 0  # resident, and not of the heap
+
+    def limit(self, num_bytes: int) -> bool:
+        """Returns holes to the kernel if more than `num_bytes` may be resident; tells whether.
+
+        Memory that was touched since the last time, and is not of the heap, counts too: then once.
+        """
+        info = _function("mallinfo2")
+        if info is None:
+            return False
+        info.restype = _HeapInfo  # type: ignore[attr-defined]
+        found: _HeapInfo = info()  # type: ignore[assignment]
+        self._most_used_bytes = max(self._most_used_bytes, found.uordblks)
+        heap_bytes = _resident_bytes() - self._other_bytes
+        if heap_bytes <= self._most_used_bytes + num_bytes or not trim_heap():
+            return False
+        self._other_bytes = _resident_bytes() - found.uordblks
+        return True
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 class _HeapInfo(ctypes.Structure):

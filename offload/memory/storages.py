@@ -37,6 +37,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def address_of(memory: memoryview) -> int:
+    """Returns where bytes in host memory begin."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
 def view_as(
     base: torch.Tensor, *, offset_bytes: int, num_elements: int, dtype: torch.dtype
 ) -> torch.Tensor:

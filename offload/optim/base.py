@@ -199,6 +199,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _update_of(
         self, group: dict[str, Any], name: str, accumulator: Accumulator
     ) -> ParameterUpdate:
+        self._refuse({option: group[option] for option in sorted(_NEVER.keys() & group.keys())})
         scales = tuple(accumulator.scales)
         if self._engine.is_whole(name):
             return ParameterUpdate(scales=scales, whole=self.whole_update(group))
@@ -214,7 +215,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
             if value:
                 raise ConfigError(
-                    f"cannot make {self.TITLE} with `{name}` = {value}: {_NEVER[name]}"
+                    f"cannot use {self.TITLE} with `{name}` = {value}: {_NEVER[name]}"
                 )
 
     def _check_options(self, group: dict[str, Any]) -> None:

@@ -35,8 +35,9 @@ class DeferredUpdates:
         wait_s: Time for which the caller's thread waited for updates.
         io_wait_s: The part of it in which the updates waited for storage.
 
-    Concurrency: One thread calls; others may wait too, uncounted. Callbacks run in the updates'
-        thread or the one that asks for them.
+    Concurrency: The thread that runs the model calls, autograd's in backward included; others may
+        wait too, without asking and uncounted. Callbacks run in the updates' thread or the one that
+        asks for them.
     """
 
     def __init__(self, policy: Overlap, stalls: StallAccount) -> None:
@@ -59,7 +60,6 @@ class DeferredUpdates:
         self._callbacks: dict[int, list[Callable[[], None]]] = {}
         self._job: UpdateJob | None = None
         self._num_threads = 1
-        self._caller = 0
         self._failure: BaseException | None = None
         self._failed_at: TracebackType | None = None
         self._is_closing = False
@@ -110,7 +110,6 @@ class DeferredUpdates:
         """
         assert not self.is_pending
         self.reads_gradients = True
-        self._caller = threading.get_ident()
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
         self._sequence = [
@@ -191,10 +190,10 @@ class DeferredUpdates:
         """Waits until no update of the unit is pending.
 
         Args:
-            asks: Whether its update comes next.
+            asks: Whether its update comes next: who calls can't go on without it.
 
         Returns:
-            For how long the caller's thread waited.
+            For how long who asks waited.
 
         Raises:
             StorageError, CorruptStateError: The updates failed.
@@ -204,7 +203,7 @@ class DeferredUpdates:
         if asks:
             with self._changed:
                 self._pending.need(self._records_of.get(unit, ()))
-        return self._wait(lambda: self.is_updated(unit))
+        return self._wait(lambda: self.is_updated(unit), is_counted=asks)
 
     def finish(self) -> None:
         """Waits until nothing is pending.
@@ -215,6 +214,13 @@ class DeferredUpdates:
         if self.is_pending or self._failure is not None:
             self._hurry()
             self._wait(lambda: not self.is_pending and self._failure is None)
+
+    def raise_failure(self) -> None:
+        """Raises what ended the updates of a step, if they failed; waits for nothing."""
+        if self._failure is not None:
+            self.was_raised = True
+            # Frames that the failure went through before must not keep what they referred to.
+            raise self._failure.with_traceback(self._failed_at)
 
     def prefetch(self) -> None:
         """Starts reading the records that the next step is expected to update first."""
@@ -255,19 +261,16 @@ class DeferredUpdates:
         if asks:
             with self._changed:
                 self._pending.need((number,))
-        self._wait(handed.done)
+        self._wait(handed.done, is_counted=asks)
 
-    def _wait(self, is_reached: Callable[[], bool]) -> float:
+    def _wait(self, is_reached: Callable[[], bool], *, is_counted: bool = True) -> float:
         started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
         self._pipeline.wake()  # it may wait for another record's transfers
         with self._changed:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
         if not is_reached():
-            assert self._failure is not None
-            self.was_raised = True
-            # Frames that the failure went through before must not keep what they referred to.
-            raise self._failure.with_traceback(self._failed_at)
-        if threading.get_ident() != self._caller:  # it waits ahead of the caller
+            self.raise_failure()
+        if not is_counted:
             return 0.0
         waited_s = time.perf_counter() - started_s
         io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)

@@ -8,6 +8,7 @@ import torch
 
 from offload.layout import ModelLayout, Record, Subgroup
 from offload.optim.kernels import Scalars
+from offload.optim.seen_parameters import SeenParameters
 from offload.optim.whole import WholeUpdate
 from offload.storage.store import BlockStore
 
@@ -88,6 +89,7 @@ class ModelState:
         store: Holds what is not resident; None where everything is.
         parameters: Resident flat shards by name, or None where parameters live on storage.
         elsewhere: Where resident parameters live between steps, if that is not host memory.
+        seen: What resident parameters were, where the user writes to this memory itself.
         records: Resident records by name, uint8, or None where the state lives on storage.
         gradients: Flat accumulators of the trainable shards that are not spilled, by name.
         has_fp32_gradients: Whether gradients accumulate in fp32, whatever the parameter's dtype.
@@ -103,6 +105,7 @@ class ModelState:
     records: dict[str, torch.Tensor] | None
     gradients: dict[str, torch.Tensor]
     elsewhere: ParametersElsewhere | None = None
+    seen: SeenParameters | None = None
     spilled: StoredGradients | None = None
     has_fp32_gradients: bool = False
     edited: set[str] = field(default_factory=set)

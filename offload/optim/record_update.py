@@ -46,9 +46,10 @@ class RecordUpdate:
             self._honour_edits(subgroup, operands, edited=edited, is_new=is_new)
             if subgroup.is_whole:
                 self._update_whole(subgroup, operands, updates)
-                continue
-            for scales, ranges in self._ranges(subgroup, updates).items():
-                self._kernels.update(operands, ranges, gradient_scales=scales)
+            else:
+                for scales, ranges in self._ranges(subgroup, updates).items():
+                    self._kernels.update(operands, ranges, gradient_scales=scales)
+            self._note_seen(subgroup, updates)
         if self._state.records is not None:
             self._state.dirty.add(state_key(record))
         if self._state.parameters is not None:
@@ -57,6 +58,11 @@ class RecordUpdate:
             for subgroup in record.subgroups:
                 for start, stop in self._changed(subgroup, updates):
                     self._state.elsewhere.send(subgroup.shard, start, stop)
+
+    def _note_seen(self, subgroup: Subgroup, updates: Container[str]) -> None:
+        if self._state.seen is not None:
+            names = (p.facts.name for p in self._state.layout.parameters_in(subgroup))
+            self._state.seen.note_updated(subgroup.name, [n for n in names if n in updates])
 
     def _changed(self, subgroup: Subgroup, updates: Container[str]) -> Iterator[tuple[int, int]]:
         """Yields the elements of the shard that were updated, neighbours together."""

@@ -86,6 +86,12 @@ class PassProfile:
     activation_bytes: float
     activation_layer_bytes: float
     measured_at: str
+    workspace_bytes: float | None = None
+    """Resident memory of passes beside activations: gradients on their way, workspaces of
+    libraries, holes of the heap. None where the kernel did not tell."""
+    workspace_layer_bytes: float | None = None
+    record_s: float = 0.0
+    """Of an update, for each record, beside the fused pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,8 @@ class RunProfile:
     """Of a step: what is neither pass nor update."""
     activation_bytes: float
     measured_at: str
+    workspace_bytes: float | None = None
+    """As of `PassProfile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

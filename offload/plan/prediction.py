@@ -50,6 +50,7 @@ def predict_step(
     machine: Machine,
     passes: Sequence[PassTimes],
     other_s: float = 0.0,
+    record_s: float = 0.0,
     tokens: int = 0,
     handed_over: Collection[str] = (),
     shares_cores: bool = True,
@@ -64,6 +65,7 @@ def predict_step(
         machine: Its rates; without paths where nothing is stored.
         passes: Of each unit in one micro-step.
         other_s: Of a step, what is neither pass nor update.
+        record_s: Of an update, for each record, beside the fused pass.
         tokens: Of a step.
         handed_over: Names of the subgroups whose updates find their unit's slot.
         shares_cores: Whether passes compute on the cores on which updates do.
@@ -76,6 +78,7 @@ def predict_step(
         passes=passes,
         micro_steps=micro_steps,
         other_s=other_s,
+        record_s=record_s,
         spilled=spilled_sizes(layout, host.gradients) if host else None,
         handed_over=handed_over,
     )

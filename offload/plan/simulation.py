@@ -100,7 +100,8 @@ class _Simulation:
 
         def kernel_s(record: RecordWork, moved_bytes: int) -> float:
             return (
-                record.num_parameters / rates.update_parameters_per_s
+                work.record_s
+                + record.num_parameters / rates.update_parameters_per_s
                 + moved_bytes / rates.copy_bytes_per_s
             )
 

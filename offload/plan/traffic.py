@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout, section_kinds
 from offload.plan.host import Placement
+from offload.policy import resolve_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,21 @@ def kept_for_backward_bytes(
     whole = [unit for unit in layout.units if unit.name not in tiled]
     last = whole[-num_slots:] if num_slots > 0 else []
     return sum(placed.facts.num_bytes for unit in last for placed in unit.parameters())
+
+
+def cached_state_bytes(layout: ModelLayout, order: str, num_cached: int) -> int:
+    """Returns H: bytes of the records that an update finds in memory, as the last step kept them.
+
+    The mean of two steps: an order may keep others in every second one, and records differ in size.
+
+    Args:
+        layout: Of the model.
+        order: The policy's name.
+        num_cached: Records for whose state there is room.
+    """
+    records = layout.records
+    kept = [resolve_order(order).kept(len(records), num_cached, step) for step in (1, 2)]
+    return sum(records[index].num_bytes for step in kept for index in step) // 2
 
 
 def step_traffic(

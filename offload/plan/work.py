@@ -60,6 +60,8 @@ class StepWork:
     micro_steps: int = 1
     other_s: float = 0.0
     """Between the last backward and the update: loss, norm and clip."""
+    record_s: float = 0.0
+    """Of an update, for each record, beside the fused pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class ModelPasses:
     """Of a step: what is neither pass nor update."""
     activation_bytes: int | None = None
     """Most at one time; None where that is not known."""
+    workspace_bytes: int | None = None
+    """Resident beside them, gradients on their way included; None where that is not known."""
+    record_s: float = 0.0
+    """Of an update, for each record, beside the fused pass."""
 
     def scaled(self, *, forward_s: float, backward_s: float) -> tuple[PassTimes, ...]:
         """Returns units that take so long together, each its share of it."""
@@ -105,6 +111,7 @@ def work_of(
     passes: Sequence[PassTimes],
     micro_steps: int = 1,
     other_s: float = 0.0,
+    record_s: float = 0.0,
     copies_to_device: bool = False,
     spilled: Mapping[str, int] | None = None,
     handed_over: Collection[str] = (),
@@ -118,6 +125,7 @@ def work_of(
         passes: Of each unit.
         micro_steps: Forward and backward passes in the step.
         other_s: Time of what is neither pass nor update.
+        record_s: Of an update, for each record, beside the fused pass.
         copies_to_device: Whether parameters go over a link before each use.
         spilled: Bytes of the gradients of each subgroup that is spilled, by name.
         handed_over: Names of the subgroups whose updates find their unit's slot.
@@ -148,6 +156,7 @@ def work_of(
         ),
         micro_steps=micro_steps,
         other_s=other_s,
+        record_s=record_s,
     )
 
 

@@ -13,7 +13,7 @@ import psutil
 
 from offload._native import aio as native_aio
 from offload._native import optim as native_optim
-from offload.errors import StorageError
+from offload.errors import ConfigError, StorageError
 from offload.optim.kernels import load_kernels
 from offload.runs.checks import Check, guarded
 from offload.sizes import MIB, format_size
@@ -110,7 +110,11 @@ def _backend_remedy(backend: str) -> str:
 
 
 def _kernels() -> Check:
-    name = load_kernels().name
+    try:
+        name = load_kernels().name
+    except ConfigError as error:
+        remedy = "correct or unset the variable of the environment that it names"
+        return Check(name="kernels", status="fail", found=str(error), remedy=remedy)
     if name in ("avx512", "avx2"):
         return Check(name="kernels", status="ok", found=name)
     return Check(

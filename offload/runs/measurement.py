@@ -9,6 +9,7 @@ import torch
 
 from offload._native.optim import copy_rate_bytes_per_s
 from offload.config import Config
+from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import (
@@ -20,7 +21,9 @@ from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import ModelPasses
+from offload.runs.busy import CpuTime, busy_note, others_cpu_share
 from offload.runs.data import open_text
+from offload.runs.held_memory import held_bytes
 from offload.runs.pass_finder import PassFinder
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import choices_of, tokens_per_step
@@ -62,26 +65,34 @@ class Measurement:
 
     def take(self) -> None:
         """Measures what the profile lacks."""
-        plan = self._plan
+        paths = self._paths() if self._plan.stores_anything else ()
+        # After the paths, whose engine a run has too before it begins.
         self._baseline_bytes = self._held_before()
-        self.machine = Machine(
-            paths=tuple(
-                self._path(directory).held_to(limit)
-                for directory, limit in zip(
-                    self._directories,
-                    self._config.tiers.storage.rate_limits_of(len(self._directories)),
-                    strict=True,
-                )
-            )
-            if plan.stores_anything
-            else (),
+        began = CpuTime.now()
+        self.machine = machine = Machine(
+            paths=paths,
             copy_bytes_per_s=self._copy_rate(),
             update_parameters_per_s=self._update_rate(),
         )
-        finder = PassFinder(self._config, plan, self._profile, self._on_measure)
-        self._passes = finder.find(self.machine.copy_bytes_per_s)
+        finder = PassFinder(self._config, self._plan, self._profile, self._on_measure)
+        self._passes = finder.find(
+            copy_bytes_per_s=machine.copy_bytes_per_s,
+            update_parameters_per_s=machine.update_parameters_per_s,
+        )
         self.found = self.found.merged(finder.found)
         self.warnings += finder.warnings
+        self._forget_if_busy(others_cpu_share(began, CpuTime.now()))
+
+    def _forget_if_busy(self, others_share: float | None) -> None:
+        """Says that others had the cores, and leaves what was measured then out of the profile."""
+        note = busy_note(others_share)
+        if note is None or self.found == MachineProfile():
+            return
+        self.found = MachineProfile()
+        self.warnings.append(
+            f"while passes, kernels and copies were measured, {note}; plan again when it is free, "
+            "as nothing of this is kept for the next plan"
+        )
 
     def whole_prediction(self, config: Config, plan: RunPlan) -> Prediction:
         """Returns the times and the memory of the run, as far as they can be known."""
@@ -89,9 +100,13 @@ class Measurement:
         if self._passes is None or self._passes.activation_bytes is None:
             return prediction
         activation_bytes = self._passes.activation_bytes
+        workspace_bytes = self._passes.workspace_bytes
+        if workspace_bytes is None:  # at least the gradients of one unit on their way
+            workspace_bytes = slot_bytes_of(plan.layout, plan.tiled)
+        passes_bytes = activation_bytes + workspace_bytes
         return replace(
             prediction,
-            rss_peak_bytes=self._baseline_bytes + activation_bytes + _held_bytes(plan),
+            rss_peak_bytes=self._baseline_bytes + held_bytes(config, plan) + passes_bytes,
             activation_bytes=activation_bytes,
         )
 
@@ -108,6 +123,7 @@ class Measurement:
             machine=machine,
             passes=passes.units,
             other_s=passes.other_s,
+            record_s=passes.record_s,
             tokens=tokens_per_step(config),
             handed_over=plan.handed_over,
             shares_cores=config.shares_cores,
@@ -122,9 +138,17 @@ class Measurement:
             validation_fraction=config.data.validation_fraction,
         )
         warm_up(config)
+        trim_heap()
         rss_bytes = current_rss_bytes()
         del text
         return rss_bytes
+
+    def _paths(self) -> tuple[PathRates, ...]:
+        limits = self._config.tiers.storage.rate_limits_of(len(self._directories))
+        return tuple(
+            self._path(directory).held_to(limit)
+            for directory, limit in zip(self._directories, limits, strict=True)
+        )
 
     def _path(self, directory: Path) -> PathRates:
         known = self._profile.find(directory)
@@ -182,14 +206,6 @@ class Measurement:
             host_bytes=plan.host.budget_bytes if plan.host else plan.in_memory_bytes,
             storage_bytes=plan.storage.planned_bytes if plan.storage else 1 << 28,
         )
-
-
-def _held_bytes(plan: RunPlan) -> int:
-    """Returns what the tiers hold in memory, and the gradients of one unit on their way."""
-    transient = slot_bytes_of(plan.layout, plan.tiled)
-    if plan.host is not None:
-        return plan.host.planned_bytes + transient
-    return plan.in_memory_bytes + transient
 
 
 def _now() -> str:

@@ -6,7 +6,6 @@ import torch
 
 from offload.config import Config
 from offload.layout import ModelLayout
-from offload.memory import trim_heap
 from offload.plan.gradients import keep_gradients
 from offload.plan.machine_profile import MachineProfile, PassProfile
 from offload.plan.run_plan import RunPlan
@@ -48,19 +47,22 @@ class PassFinder:
         self._on_measure = on_measure
         self._threads = torch.get_num_threads()
 
-    def find(self, copy_bytes_per_s: float) -> ModelPasses | None:
+    def find(
+        self, *, copy_bytes_per_s: float, update_parameters_per_s: float
+    ) -> ModelPasses | None:
         """Returns the passes as runs of this model took, else as shorter ones do, or estimated.
 
         None where they can't be known.
 
         Args:
             copy_bytes_per_s: Of copies in memory.
+            update_parameters_per_s: Of the fused pass in memory.
         """
         config = self._config
         run = self._profile.find_run(
             run_shape(config, tiled=self._plan.tiled), threads=self._threads
         )
-        layers = self._layer_passes(measures=run is None)
+        layers = self._layer_passes(update_parameters_per_s, measures=run is None)
         passes = self._of_layers(layers) if layers is not None else None
         if passes is None and config.tiers.device.kind == "cpu":
             passes = self._estimated(copy_bytes_per_s, is_known=run is not None)
@@ -71,9 +73,13 @@ class PassFinder:
             units=shares.scaled(forward_s=run.forward_s, backward_s=run.backward_s),
             other_s=run.other_s,
             activation_bytes=round(run.activation_bytes),
+            workspace_bytes=_rounded(run.workspace_bytes),
+            record_s=shares.record_s,
         )
 
-    def _layer_passes(self, *, measures: bool) -> PassProfile | None:
+    def _layer_passes(
+        self, update_parameters_per_s: float, *, measures: bool
+    ) -> PassProfile | None:
         config = self._config
         shape = pass_shape(config)
         if shape is None:
@@ -83,8 +89,11 @@ class PassFinder:
             return known
         self._on_measure("passes of a model of 1 and of 3 layers")
         budget = config.tiers.host.memory or self._plan.in_memory_bytes
-        measured = probe_passes(config, most_bytes=max(budget, 1 << 30))
-        trim_heap()
+        measured = probe_passes(
+            config,
+            most_bytes=max(budget, 1 << 30),
+            update_parameters_per_s=update_parameters_per_s,
+        )
         if measured is not None:
             self.found = self.found.merged(MachineProfile(passes=(measured,)))
         return measured
@@ -102,10 +111,15 @@ class PassFinder:
             backward_s=times[-1].backward_s + passes.backward_s,
         )
         activations = passes.activation_bytes + self._kept_layers() * passes.activation_layer_bytes
+        layers, workspace = self._config.model.layers, passes.workspace_bytes
+        if workspace is not None:
+            workspace += layers * (passes.workspace_layer_bytes or 0.0)
         return ModelPasses(
             units=tuple(times),
-            other_s=passes.other_s + self._config.model.layers * passes.other_layer_s,
+            other_s=passes.other_s + layers * passes.other_layer_s,
             activation_bytes=round(activations),
+            workspace_bytes=_rounded(workspace),
+            record_s=passes.record_s,
         )
 
     def _estimated(self, copy_bytes_per_s: float, *, is_known: bool) -> ModelPasses | None:
@@ -149,6 +163,10 @@ class PassFinder:
         if config.offload and _moves_block_inputs(config):
             return min(layers, 2 * STORAGES_UNDER_WAY)
         return layers
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _even(layout: ModelLayout) -> tuple[PassTimes, ...]:

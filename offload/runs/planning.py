@@ -17,11 +17,11 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
+    cached_state_bytes,
     kept_for_backward_bytes,
     step_traffic,
 )
 from offload.plan.window import too_small_window, window_bytes_for
-from offload.policy import resolve_order
 from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
     existing_directories,
@@ -158,7 +158,9 @@ def plan_traffic(
         parameters=config.parameter_tier,
         optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
-        cached_state_bytes=_cached_bytes(config, layout, host),
+        cached_state_bytes=(
+            0 if host is None else cached_state_bytes(layout, config.policy.order, host.num_cached)
+        ),
         kept_forward_bytes=[handed_over_bytes(layout, handed_over)],
         kept_backward_bytes=[kept] * config.train.micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
@@ -232,15 +234,6 @@ def _forecast_commits(
         interval=parse_duration(every) if isinstance(every, str) else every,
         mean_time_between_failures_s=parse_duration(config.checkpoint.mean_time_between_failures),
     )
-
-
-def _cached_bytes(config: Config, layout: ModelLayout, host: HostPlan | None) -> int:
-    """H: bytes of the records that an update finds in memory, those that the last step kept."""
-    if host is None:
-        return 0
-    records = layout.records
-    kept = resolve_order(config.policy.order).kept(len(records), host.num_cached, step=1)
-    return sum(records[index].num_bytes for index in kept)
 
 
 def _plan_link(config: Config, layout: ModelLayout, *, kept: int) -> LinkTraffic | None:

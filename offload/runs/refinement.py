@@ -29,6 +29,7 @@ from offload.plan.machine_profile import (
     read_profile,
 )
 from offload.plan.run_plan import RunPlan
+from offload.runs.held_memory import held_bytes
 from offload.runs.profile_file import add_to_profile
 from offload.runs.training_run import RunSummary
 from offload.sizes import MIB
@@ -76,10 +77,21 @@ def refine_profile(
                 micro_step=recorder.micro_step(machine),
                 other_s=recorder.other_s,
                 activation_bytes=activation_bytes,
+                workspace_bytes=_workspace_bytes(config, plan, summary, activation_bytes),
             ),
         )
     except ConfigError as error:  # the run is done: its result must not be lost
         _LOG.warning("the machine's profile was not refined: %s", error)
+
+
+def _workspace_bytes(
+    config: Config, plan: RunPlan, summary: RunSummary, activation_bytes: int
+) -> int | None:
+    """Returns what the run's process held beside arenas and activations; None: not known."""
+    if not summary.is_rss_peak_exact:
+        return None
+    grown_bytes = summary.rss_peak_bytes - summary.rss_baseline_bytes
+    return max(grown_bytes - held_bytes(config, plan) - activation_bytes, 0)
 
 
 def run_shape(config: Config, *, tiled: Collection[str] = ()) -> str:
@@ -115,6 +127,7 @@ def refined(
     micro_step: ComputeTimes | None,
     other_s: float | None,
     activation_bytes: int,
+    workspace_bytes: int | None = None,
     tiled: Collection[str] = (),
 ) -> MachineProfile:
     """Returns what of a profile is better known after a run; the rest of it stays.
@@ -130,6 +143,7 @@ def refined(
         micro_step: What the passes of one took without an update; None where that is not known.
         other_s: Of a step, what is neither pass nor update.
         activation_bytes: The most at one time.
+        workspace_bytes: Resident beside arenas and activations; None where that is not known.
         tiled: Names of units that are computed in pieces.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -142,6 +156,7 @@ def refined(
             backward_s=micro_step.backward_s,
             other_s=other_s or 0.0,
             activation_bytes=activation_bytes,
+            workspace_bytes=workspace_bytes,
             measured_at=now,
         )
         runs = (_toward(known.find_run(run.shape, threads=threads), run),)

@@ -1,11 +1,9 @@
 """Resident memory of this process, as the kernel counts it."""
 
-import logging
 from pathlib import Path
 
 import psutil
 
-_LOG = logging.getLogger("offload.runs")
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -27,9 +25,12 @@ class RssMeter:
         """Forgets the peak so far."""
         self._peak_bytes = 0
         self._has_reset = _try_reset_peak()
-        if not self._has_reset:
-            _LOG.warning("the RSS peak cannot be reset through %s: it is sampled", _CLEAR)
         self.sample()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the kernel counts the peak, so that none between samples is missed."""
+        return self._has_reset
 
     def sample(self) -> int:
         """Returns the RSS now and raises the peak to it."""

@@ -48,6 +48,8 @@ class RunSummary:
     stats: SessionStats
     rss_baseline_bytes: int
     rss_peak_bytes: int
+    is_rss_peak_exact: bool
+    """Whether the kernel counted it."""
     activation_bytes: int
     recorder: StepRecorder
     commit_s: float | None
@@ -101,6 +103,8 @@ class TrainingRun:
     def execute(self) -> RunSummary:
         """Runs to the end and closes the session."""
         self._rss.start()
+        if not self._rss.is_exact:
+            _LOG.warning("the RSS peak cannot be reset by this process: it is sampled")
         rss_baseline_bytes = self._rss.sample()
         started_s = time.perf_counter()
         with StopRequest() as stop, self._session() as session:
@@ -130,6 +134,7 @@ class TrainingRun:
                 stats=session.stats(),
                 rss_baseline_bytes=rss_baseline_bytes,
                 rss_peak_bytes=self._rss.peak_bytes,
+                is_rss_peak_exact=self._rss.is_exact,
                 activation_bytes=self._activations.peak_bytes,
                 recorder=self._recorder,
                 commit_s=statistics.median(self._commit_s) if self._commit_s else None,

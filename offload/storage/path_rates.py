@@ -14,6 +14,12 @@ look fast. A path that reads and writes at the same time, each at its own rate, 
 it could while only one direction has anything to do. So time in which both were in flight decides
 where there was enough of it: else a path that lacks writes for a moment looks slow, gets less, and
 lacks more.
+
+[Note: no faster than one direction] Where one direction always has something queued and the other
+comes in bursts, the bursts may pass at any rate: what throttles a path lets it catch up after a
+pause. The time in which both were in flight is then that of the bursts, and short. But bytes come
+back no faster than they go in either direction while that one is in flight, and a direction that
+always is shows what the path can do.
 """
 
 import math
@@ -135,6 +141,7 @@ class _Path:
         self._start = (0, 0)  # of the counters when the store was opened
         self._any = _Mean()
         self._both = _Mean()
+        self._each = (_Mean(), _Mean())
 
     def queued(self) -> tuple[int, int]:
         read, written = self._seen or self._start
@@ -150,7 +157,8 @@ class _Path:
             self._seen = self._start = now
             return
         before = self.queued()
-        delta = sum(now) - sum(self._seen)
+        moved_bytes = [a - b for a, b in zip(now, self._seen, strict=True)]
+        delta = sum(moved_bytes)
         self._seen = now
         after = self.queued()
         if not any(before) or elapsed_s <= 0:
@@ -160,13 +168,21 @@ class _Path:
         if not any(after) and not is_faster:
             return
         kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
-        for mean in (self._any, self._both):
+        for mean in (self._any, self._both, *self._each):
             mean.fade(kept)
         self._any.add(delta, elapsed_s)
         if all(before) and all(after):
             self._both.add(delta, elapsed_s)
+        for mean, num_bytes, at_start, at_end in zip(
+            self._each, moved_bytes, before, after, strict=True
+        ):
+            if at_start and at_end:
+                mean.add(num_bytes, elapsed_s)
 
     def rate(self) -> float | None:
         """Returns bytes/s of both directions together."""
-        is_enough = self._both.seconds > _ENOUGH_OF_BOTH * self._any.seconds
-        return (self._both if is_enough else self._any).rate()
+        if self._both.seconds <= _ENOUGH_OF_BOTH * self._any.seconds:
+            return self._any.rate()
+        each = [rate for mean in self._each if (rate := mean.rate()) is not None]
+        both = self._both.rate()
+        return None if both is None else min(both, *(2 * rate for rate in each))

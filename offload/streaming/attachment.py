@@ -8,7 +8,7 @@ from torch import nn
 
 from offload.devices import Device
 from offload.layout import ModelLayout, Unit
-from offload.memory import SlotPool, trim_heap_beyond
+from offload.memory import HeapHoles, SlotPool
 from offload.optim.model_state import ModelState
 from offload.streaming.additions import Additions
 from offload.streaming.device_parameters import DeviceParameters
@@ -20,7 +20,7 @@ from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.tiles import BeginRows
-from offload.streaming.unit import StreamedUnit
+from offload.streaming.unit import Edit, StreamedUnit
 
 
 class Attachment:
@@ -44,6 +44,7 @@ class Attachment:
         self._device = device
         self._staged: StagedUnits | None = None
         self._additions: Additions | None = None
+        self._holes = HeapHoles()
 
     def look_for_additions(self) -> None:
         """Warns of parameters that the model got since it was wrapped.
@@ -66,7 +67,7 @@ class Attachment:
         slots: SlotPool[Any],
         staging: SlotPool[memoryview] | None,
         prefetch_distance: int,
-        on_edit: Callable[[Sequence[str]], None],
+        on_edit: Callable[[Sequence[Edit]], None],
         begin_rows: BeginRows | None = None,
         workspace_bytes: int,
     ) -> None:
@@ -79,7 +80,7 @@ class Attachment:
             slots: Where the model computes.
             staging: Host slots on the way to a device with memory of its own.
             prefetch_distance: The least.
-            on_edit: Called with the names of what the user changed of a unit.
+            on_edit: Called with what the user changed of a unit.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
             workspace_bytes: What the budget leaves to libraries.
         """
@@ -101,9 +102,10 @@ class Attachment:
             pool=slots,
             tier=self._make_tier(state, updates, staging, discovered.wide),
             prefetch_distance=prefetch_distance,
-            on_edit=lambda _, names: on_edit(names),
+            on_edit=on_edit,
             device=self._device,
             stalls=updates.stalls,
+            on_backward=lambda: self._limit_holes(workspace_bytes // 2),
         )
         self.streamed = StreamedModel(
             self._model,
@@ -111,7 +113,7 @@ class Attachment:
             self.residency,
             begin_rows,
             on_pass=self.look_for_additions,
-            on_graph=lambda: self._trim(workspace_bytes // 2),
+            on_graph=lambda: self._limit_holes(workspace_bytes // 2),
         )
         self.streamed.open()
 
@@ -134,7 +136,14 @@ class Attachment:
         flat = state.parameters if on_device is None else on_device.flat
         assert flat is not None
         assert updates.deferred is not None
-        resident = ResidentUnits(state.layout, self._parameters, flat, updates.deferred, on_device)
+        resident = ResidentUnits(
+            state.layout,
+            self._parameters,
+            flat,
+            updates.deferred,
+            on_device,
+            reads_late=self._device.computes_later,
+        )
         updates.resident = resident
         self.streamed = StreamedModel(
             self._model, discovered, resident, on_pass=self.look_for_additions
@@ -149,10 +158,10 @@ class Attachment:
             self._staged.drain()
         gc.collect()
 
-    def _trim(self, free_bytes: int) -> None:
+    def _limit_holes(self, num_bytes: int) -> None:
         """Keeps holes of the heap from filling what the budget leaves to libraries."""
         if self._device.is_unified:  # else activations are not in the heap
-            trim_heap_beyond(free_bytes)
+            self._holes.limit(num_bytes)
 
     def close(self) -> None:
         """Detaches; may be called again."""

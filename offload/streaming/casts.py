@@ -5,7 +5,7 @@ Under autocast the graph would keep a copy in bf16 of every fp32 weight from for
 What the copy is made of shows in its history: views of nothing but a copy of a parameter. The
 parameter's values are there again in backward, so the copy can be made then, with the same bits.
 A cast of a frozen parameter has no history, nor has one inside a compiled block: those stay. So
-does one whose parameter was edited, in the slot where it is, before the cast was first saved.
+does one whose parameter was edited or updated before the cast was first saved: its node is older.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import Node
 
+from offload.streaming.torch_private import number_of_node
 from offload.streaming.unit import Binding, StreamedUnit
 from offload.streaming.versions import counter_of
 
@@ -80,7 +82,7 @@ class Casts:
         unit, binding = place
         # Autocast keeps a cast for a while: it is of the values that there were then.
         facts: dict[str, int | None] = cast(Any, node).metadata
-        version = facts.setdefault(_FIRST_SEEN, _version_of(binding))
+        version = facts.setdefault(_FIRST_SEEN, _version_of(binding, node))
         if version is None:
             return None
         return SavedCast(
@@ -95,10 +97,11 @@ class Casts:
         )
 
 
-def _version_of(binding: Binding) -> int | None:
-    """Returns the parameter's version; None after an edit, which a cast may be older than."""
+def _version_of(binding: Binding, node: Node) -> int | None:
+    """Returns the parameter's version; None after a change, which the cast may be older than."""
     version = binding.parameter._version
-    return version if version == binding.seen_version else None
+    is_older = version != binding.seen_version or number_of_node(node) < binding.values_since
+    return None if is_older else version
 
 
 def _shows_all(tensor: torch.Tensor, parameter: torch.Tensor, *, is_view: bool) -> bool:

@@ -1,5 +1,6 @@
 """Parameters that live on a device: updates change them in host memory, and copies follow."""
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,6 +12,8 @@ from offload.memory import Region, memory_of
 _COLUMNS = 4093
 """Of the sums that show whether bytes changed: a prime, so that what moves in steps of a power of
 two, such as a row of a matrix, comes into another column."""
+_ROWS_AT_ONCE = 1024
+"""32 MiB of products, outside the budget."""
 
 
 class DeviceParameters:
@@ -153,12 +156,30 @@ class DeviceParameters:
 
 
 def sums_of(memory: torch.Tensor) -> torch.Tensor:
-    """Returns sums over bytes, eight at a time, that differ when what is there was changed."""
-    words = memory.view(torch.int64)
-    num_whole = len(words) // _COLUMNS * _COLUMNS
-    if not num_whole:
+    """Returns sums over bytes that differ when what is there was changed, but for one in 2^33.
+
+    Each word counts as often as a random number for its row says: what cancels in a plain sum, such
+    as two signs, does not here.
+
+    Shapes: `memory` is 1-D and has whole words; the sums are no more than `_COLUMNS`.
+    """
+    words = memory.view(torch.int32)
+    num_rows = len(words) // _COLUMNS
+    if not num_rows:
         return words.clone()
-    sums = words[:num_whole].view(-1, _COLUMNS).sum(0)
-    rest = words[num_whole:]
-    sums[: len(rest)] += rest
+    weights = _weights(num_rows + 1).to(words.device)
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        factors = weights[first : min(first + _ROWS_AT_ONCE, num_rows)]
+        part = words[first * _COLUMNS : (first + len(factors)) * _COLUMNS].view(-1, _COLUMNS)
+        sums += (part * factors[:, None]).sum(0)
+    rest = words[num_rows * _COLUMNS :]
+    sums[: len(rest)] += rest * weights[num_rows]
     return sums
+
+
+@functools.cache
+def _weights(num_rows: int) -> torch.Tensor:
+    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(least, most, (num_rows,), generator=generator)

@@ -7,6 +7,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.optim.model_state import ModelState, parameter_key
+from offload.streaming.unit import Edit
 
 logger = logging.getLogger("offload.streaming")
 
@@ -15,7 +16,7 @@ class Edits:
     """Notes which parameters the user changed: they are the master again.
 
     Edits of units that leave their slots are noted by who sees them; those of resident parameters
-    are found by their version counters.
+    are found by their version counters, and by their bytes.
 
     Concurrency: The thread that runs the model.
     """
@@ -31,6 +32,8 @@ class Edits:
         self._parameters = parameters
         self._is_training = is_training
         self._seen_versions: dict[str, int] = {}
+        # Of what only bytes show, by name: the hash before the first edit since its last update.
+        self._hashes_before: dict[str, int] = {}
 
     def use(self, state: ModelState) -> None:
         """Takes the state in which edits are noted from now on."""
@@ -38,26 +41,57 @@ class Edits:
 
     def see(self) -> None:
         """Takes the values of now as seen: only later changes are edits."""
+        self.see_versions()
+        if self._state.seen is not None:
+            self._state.seen.note_all()
+
+    def see_versions(self) -> None:
+        """As `see`, where bytes that changed were seen already."""
+        self._hashes_before.clear()
         self._seen_versions = {name: p._version for name, p in self._parameters.items()}
 
-    def note_resident(self) -> None:
+    def note_resident(self, *, before_commit: bool) -> None:
         """Notes the edits of resident parameters since they were seen.
+
+        Args:
+            before_commit: Also those that no update has to know of.
 
         Raises:
             StoreError: One has another shape or dtype now.
         """
-        edited = [name for name in self._parameters if self._is_edited(name)]
-        elsewhere = self._state.elsewhere
+        edited = {name: None for name in self._parameters if self._is_edited(name)}
+        elsewhere, seen = self._state.elsewhere, self._state.seen
         if elsewhere is not None:
-            edited += [name for name in elsewhere.changed() if name not in edited]
+            edited |= dict.fromkeys(elsewhere.changed())
             elsewhere.bring(edited)
-        self.note(edited)
+        if seen is not None:
+            edited |= dict.fromkeys(seen.changed(before_commit=before_commit))
+        self._note(list(edited))
 
-    def note(self, names: Sequence[str]) -> None:
-        """Notes that these parameters were edited."""
+    def note_streamed(self, edits: Sequence[Edit]) -> None:
+        """Notes the edits of a unit in its slot.
+
+        One that no counter shows and that was taken back is none, whether its unit left the slot
+        between the two or not.
+        """
+        edited, before = self._state.edited, self._hashes_before
+        for name in before.keys() - edited:  # a commit has made it the master
+            del before[name]
+        for edit in edits:
+            if edit.hashes is None:
+                before.pop(edit.name, None)
+            elif edit.name not in edited:
+                before[edit.name] = edit.hashes[0]
+        self._note([edit.name for edit in edits])
+        for edit in edits:
+            if edit.hashes is not None and before.get(edit.name) == edit.hashes[1]:
+                edited.discard(edit.name)
+                del before[edit.name]
+
+    def _note(self, names: Sequence[str]) -> None:
         if not names:
             return
-        trainable = {n for n in names if self._parameters[n].requires_grad}
+        trainable = {n for n in names if self._state.layout.parameters[n][0].is_trainable}
         if self._is_training:
             self._state.edited.update(trainable)
         if self._state.parameters is not None:

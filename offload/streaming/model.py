@@ -43,7 +43,7 @@ class StreamedModel:
             residency: What brings them.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
             on_pass: Called before each forward of the model.
-            on_graph: Called after each that autograd has recorded.
+            on_graph: Called after each call of a unit, or of the model, that autograd records.
         """
         self.model = model
         self._on_pass = on_pass
@@ -109,8 +109,8 @@ class StreamedModel:
                 self.residency.release_hold(index, evict=is_unit and not in_backward)
             if is_outermost:
                 self.residency.end_accesses()
-                if torch.is_grad_enabled():
-                    self._on_graph()
+            if (is_unit or is_outermost) and not in_backward and torch.is_grad_enabled():
+                self._on_graph()
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in `values` by the parameters' values.

@@ -50,8 +50,13 @@ def require_same(stored: ModelLayout, layout: ModelLayout, *, root: Path) -> Non
 def require_wholeness(layout: ModelLayout, *, takes_whole: bool) -> None:
     """Raises ConfigError unless matrices are laid out apart just where the optimizer takes them."""
     if takes_whole != bool(layout.whole):
+        remedy = (
+            'make the session with `optimizer="muon"`, for a model with matrices in elements of '
+            "module lists, where `optimizer.matrices` names them"
+            if takes_whole
+            else 'make the session without `optimizer="muon"`'
+        )
         raise ConfigError(
             f"cannot make an optimizer that updates {'whole' if takes_whole else 'no whole'} "
-            f"matrices: found {len(layout.whole)} of them laid out apart; make the "
-            f'session {"with" if takes_whole else "without"} `optimizer="muon"`'
+            f"matrices: found {len(layout.whole)} of them laid out apart; {remedy}"
         )

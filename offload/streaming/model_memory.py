@@ -13,6 +13,7 @@ from offload.memory import Budget, large_blocks_mapped
 from offload.optim.kernels import Kernels
 from offload.optim.model_state import ModelState
 from offload.optim.readers import StateParts
+from offload.optim.seen_parameters import SeenParameters
 from offload.optim.window import Window
 from offload.plan.device import DevicePlan
 from offload.plan.gradients import spilled_sizes
@@ -76,6 +77,8 @@ class ModelMemory:
         self._device_budget = device_budget
         self._plan: HostPlan
         self._flat: dict[str, torch.Tensor] | None = None
+        self._is_registered = False
+        self._seen: SeenParameters | None = None
 
     def open(
         self,
@@ -107,6 +110,7 @@ class ModelMemory:
         self.host = HostMemory(plan, self._host_budget)
         if not self._device.is_unified:
             self._device.register_host(self.host.whole)
+            self._is_registered = True
             self.on_device = DeviceMemory(device_plan, self._device, self._device_budget)
         if self._options.is_training:
             self.gradients = open_gradients(
@@ -122,6 +126,10 @@ class ModelMemory:
             )
         if self._options.parameters != "storage":
             self._flat = self.host.flat_parameters(layout)
+            if self._device.is_unified:
+                self._seen = SeenParameters(
+                    layout, self._flat, is_trained=self._options.is_training
+                )
         if self._options.parameters == "device":
             assert self._flat is not None
             assert self.on_device is not None
@@ -137,7 +145,8 @@ class ModelMemory:
         """
         if self.gradients is not None:
             self.gradients.close()
-        if self.on_device is not None:
+        if self._is_registered:
+            self._is_registered = False
             self._device.unregister_host(self.host.whole)
 
     def adopt(self, *, building: Building | None, is_resumed: bool) -> None:
@@ -229,6 +238,7 @@ class ModelMemory:
             store=self._store,
             parameters=self._flat,
             elsewhere=self.device_parameters,
+            seen=self._seen,
             records=host.records(layout) if has_records else None,
             gradients=self.gradients.flat if self.gradients else {},
             spilled=self.gradients.spilled if self.gradients else None,

@@ -23,12 +23,20 @@ class UnitTier(Protocol):
         """Waits until the unit's bytes are what they should be where they are read from."""
         ...
 
+    def raise_failure(self) -> None:
+        """Raises what ended an update of this step in its middle, if one failed."""
+        ...
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back."""
         ...
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until no read uses memory of the tier that an update changes."""
         ...
 
     @property

@@ -51,6 +51,14 @@ class PendingUnits:
         """
         self._deferred.wait_for(self._numbers[unit.name])
 
+    def settle(self) -> None:
+        """As the tier has it."""
+        self._tier.settle()
+
+    def raise_failure(self) -> None:
+        """Raises what ended the updates, if they failed."""
+        self._deferred.raise_failure()
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back.
 

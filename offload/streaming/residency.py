@@ -23,7 +23,15 @@ from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import CopyState, StreamedUnit, Transfer, wait_quietly
+from offload.streaming.unit import (
+    CopyState,
+    Edit,
+    StreamedUnit,
+    Transfer,
+    errors_without_memory,
+    require_untouched,
+    wait_quietly,
+)
 
 logger = logging.getLogger("offload.streaming")
 
@@ -66,11 +74,13 @@ class Residency:
         pool: SlotPool[Any],
         tier: ParameterTier,
         prefetch_distance: int,
-        on_edit: Callable[[StreamedUnit, list[str]], None],
+        on_edit: Callable[[Sequence[Edit]], None],
         device: Device | None = None,
         stalls: StallAccount | None = None,
+        on_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._stalls = stalls
+        self._on_backward = on_backward  # called as backward comes to another unit
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
@@ -155,8 +165,8 @@ class Residency:
             is_recorded: Part of a pass, not a look from outside.
 
         Raises:
-            BudgetError: Every slot is held or reached by a tensor.
-            StorageError, CorruptStateError: The bytes could not be read.
+            BudgetError: Every slot is held or reached by a tensor, and no update failed.
+            StorageError, CorruptStateError: The bytes could not be read, or an update failed.
         """
         if is_recorded and unit.is_wide:
             raise BudgetError(
@@ -167,14 +177,17 @@ class Residency:
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
+            if is_backward and unit is not self._current:
+                self._on_backward()
         if unit.state is not CopyState.CLEAN:
-            self._bring(unit)
+            with errors_without_memory():
+                self._bring(unit)
         unit.was_used = True
         self._current = unit
         if is_recorded:
             self.prefetch()
             self._used_since_s = time.perf_counter()
-        elif unit.hashes is None:
+        elif unit.hashes is None:  # who looks may write through `parameter.data`
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
@@ -217,6 +230,10 @@ class Residency:
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
+        with errors_without_memory():
+            self._start_ahead()
+
+    def _start_ahead(self) -> None:
         ahead = 0
         for index in self.trace.upcoming():
             unit = self.units[index]
@@ -311,10 +328,18 @@ class Residency:
         self.counters.evictions += 1
 
     def evict_all(self) -> None:
-        """Takes every unit out of its slot. None may be held."""
+        """Takes every unit out of its slot; what they came from may change. None may be held.
+
+        Raises:
+            StoreError: The user wrote to a parameter while it was absent.
+        """
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
+        if self._device.computes_later:
+            absent = (binding for unit in self.units for binding in unit.bindings)
+            require_untouched(absent, reads_values=True)
+        self._tier.settle()
 
     def evict_unheld(self) -> None:
         """Takes every unit that nobody holds or keeps out of its slot."""
@@ -333,18 +358,15 @@ class Residency:
         """Writes a resident unit back if the user changed a parameter of it in place."""
         if unit.state is not CopyState.CLEAN or unit.base is None:
             return
-        edited = unit.edited_bindings()
-        if not edited:
+        edits = unit.edits()
+        if not edits:
             return
         if unit.is_wide:
             self._tier.write_from(unit.layout, memory_of(unit.base))
         else:
             self._tier.write(unit.layout, unit.base)
-        for binding in edited:
-            binding.seen_version = binding.parameter._version
-        if unit.hashes is not None:
-            unit.note_hashes()
-        self._on_edit(unit, [binding.name for binding in edited])
+        unit.see_edits()
+        self._on_edit(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         unit.move_to(CopyState.FETCHING)
@@ -356,14 +378,15 @@ class Residency:
         try:
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
+            del base
             self._drop(unit)
             raise
 
     def _finish_fetch(self, unit: StreamedUnit) -> None:
         try:
             self._wait(unit.transfers, "fetching a unit")
-            for binding in unit.bindings:
-                binding.require_untouched()
+            # Where reading would wait for all that is computed, it is left to `evict_all`.
+            require_untouched(unit.bindings, reads_values=not self._device.computes_later)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
@@ -373,6 +396,8 @@ class Residency:
         assert unit.base is not None
         for binding in unit.bindings:
             binding.attach(unit.base)
+        if self._device.is_unified:
+            unit.note_hashes()
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
 
@@ -414,6 +439,7 @@ class Residency:
             gc.collect()
             memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
+            self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(self._no_slot(unit))
         return memory
 

@@ -1,6 +1,6 @@
 """Parameters that stay in memory, and are out of reach while an update of them is pending."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import placeholder_of
+from offload.streaming.unit import find_written, placeholder_of
 
 
 class ResidentUnit:
@@ -43,6 +43,8 @@ class ResidentUnits:
         flat: Mapping[str, torch.Tensor],
         deferred: DeferredUpdates,
         on_device: DeviceParameters | None = None,
+        *,
+        reads_late: bool = False,
     ) -> None:
         """Stores its arguments.
 
@@ -52,7 +54,10 @@ class ResidentUnits:
             flat: The flat shards that they are views of, by name.
             deferred: The updates that hide them.
             on_device: What copies them to a device, if they live there.
+            reads_late: Whether to look for writes to hidden parameters at the next step alone:
+                looking would wait for all that the device computes.
         """
+        self._reads_late = reads_late
         self.units = [ResidentUnit(index) for index in range(len(layout.units))]
         self._on_device = on_device
         self.trace = AccessTrace()
@@ -72,7 +77,13 @@ class ResidentUnits:
                     self._placeholders[name] = placeholder_of(parameters[name])
 
     def hide(self, names: Container[str]) -> None:
-        """Points the named parameters to their placeholders."""
+        """Points the named parameters to their placeholders.
+
+        Raises:
+            StoreError: The user wrote to one while it was hidden before.
+        """
+        if self._reads_late:
+            self._require_untouched(self._placeholders)
         for name, unit in self._unit_of.items():
             if name in names:
                 unit.hidden.add(name)
@@ -141,23 +152,23 @@ class ResidentUnits:
     def _show(self, unit: ResidentUnit) -> None:
         if unit.hidden and self._on_device is not None:
             self._on_device.wait(unit.index)
-        for name in sorted(unit.hidden):
-            parameter, placeholder = self._parameters[name], self._placeholders[name]
-            if parameter.numel() and parameter.data_ptr() != placeholder.data_ptr():
-                continue
-            _require_untouched(name, placeholder)
-            parameter.data = self._views[name]
+        shown = [name for name in sorted(unit.hidden) if not self._is_replaced(name)]
+        if not self._reads_late:
+            self._require_untouched(shown)
+        for name in shown:
+            self._parameters[name].data = self._views[name]
         unit.hidden.clear()
 
+    def _is_replaced(self, name: str) -> bool:
+        parameter, placeholder = self._parameters[name], self._placeholders[name]
+        return bool(parameter.numel()) and parameter.data_ptr() != placeholder.data_ptr()
 
-def _require_untouched(name: str, placeholder: torch.Tensor) -> None:
-    if not placeholder.numel():
-        return
-    first = placeholder[(0,) * placeholder.dim()]
-    if first == first:
-        raise StoreError(
-            f"cannot use parameter `{name}`: expected nothing written to it while its update was "
-            "pending, found a write through `parameters()` or a kept reference; edit it as an "
-            "attribute of its module, such as `module.weight.copy_(values)` under "
-            "`torch.no_grad()`"
-        )
+    def _require_untouched(self, names: Iterable[str]) -> None:
+        written = find_written({name: self._placeholders[name] for name in names})
+        if written:
+            raise StoreError(
+                f"cannot use parameter `{written[0]}`: expected nothing written to it while its "
+                "update was pending, found a write through `parameters()` or a kept reference; "
+                "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
+                "under `torch.no_grad()`"
+            )

@@ -1,6 +1,7 @@
 """Where absent units live, and how they come from there into a slot."""
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,8 +42,14 @@ class StoredUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is stored is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
+
+    def settle(self) -> None:
+        """Returns at once: an update writes other blocks than those that are read."""
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns the path that the first transfer which is not done is in flight on.
@@ -144,6 +151,9 @@ class HostUnits:
         self._layout = layout
         self._flat = flat
         self._device = device
+        self._lock = threading.Lock()
+        # In their order, from the first that may still read `flat`.
+        self._copies: deque[Copy] = deque()
 
     def can_prefetch(self) -> bool:
         """Returns True: a slot is all that a copy needs."""
@@ -157,8 +167,18 @@ class HostUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Returns at once: what is in host memory is what should be."""
 
+    def raise_failure(self) -> None:
+        """Returns: no update runs beside."""
+
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Returns at once: nothing is pending."""
+
+    def settle(self) -> None:
+        """Waits for every copy: one that computing follows may not have read its bytes yet."""
+        with self._lock:
+            while self._copies:
+                self._copies[0].synchronize()
+                self._copies.popleft()
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns `link`."""
@@ -177,16 +197,17 @@ class HostUnits:
         del is_prefetch
         if part is not None:
             source = memory_of(self._flat[unit.shards[0].name])[part.start : part.stop]
-            return [self._device.copy_in(source, into)]
+            return [self._copy_in(source, into)]
         transfers: list[Transfer] = []
         for shard in unit.shards:
             stop = shard.offset_bytes + shard.num_bytes
             source = memory_of(self._flat[shard.name])[: shard.num_bytes]
-            transfers.append(self._device.copy_in(source, into[shard.offset_bytes : stop]))
+            transfers.append(self._copy_in(source, into[shard.offset_bytes : stop]))
         return transfers
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
         """Copies the whole unit from other host memory."""
+        self.settle()
         for shard in unit.shards:
             into = memory_of(self._flat[shard.name])[: shard.num_bytes]
             into[:] = source[shard.offset_bytes : shard.offset_bytes + shard.num_bytes]
@@ -200,6 +221,14 @@ class HostUnits:
             copies.append(self._device.copy_out(source[shard.offset_bytes : stop], into))
         for copy in copies:
             copy.synchronize()
+
+    def _copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
+        copy = self._device.copy_in(source, into)
+        with self._lock:
+            while self._copies and self._copies[0].done():
+                self._copies.popleft()
+            self._copies.append(copy)
+        return copy
 
 
 @runtime_checkable
@@ -245,6 +274,14 @@ class StagedUnits:
     def wait_readable(self, unit: Unit) -> None:
         """Waits until the stored bytes are what they should be."""
         self._stored.wait_readable(unit)
+
+    def settle(self) -> None:
+        """As storage has it: staging slots are of reads alone."""
+        self._stored.settle()
+
+    def raise_failure(self) -> None:
+        """As storage has it."""
+        self._stored.raise_failure()
 
     def wait_updated(self, transfers: Sequence[Transfer]) -> None:
         """Waits until no update holds the transfers back, nor those that the thread takes before.

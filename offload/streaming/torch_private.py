@@ -6,7 +6,7 @@ with a clear refusal: guessing would give wrong gradients in silence.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node
@@ -37,6 +37,7 @@ _fake_tensors = _require("torch._subclasses.FakeTensorMode")
 _will_execute = _require("torch._C._will_engine_execute_node")
 _neg_view = _require("torch._neg_view")
 _use_count = _require("torch.Tensor._use_count")
+_next_number = _require("torch.autograd._get_sequence_nr")
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[object]:
@@ -67,6 +68,16 @@ def push_saved_tensor_hooks(pack: PackHook, unpack: UnpackHook) -> None:
 def pop_saved_tensor_hooks() -> None:
     """Removes the top pair of this thread."""
     _pop_hooks()
+
+
+def next_node_number() -> int:
+    """Returns a number no lower than those of the graph nodes that this thread has made."""
+    return int(_next_number())
+
+
+def number_of_node(node: Node) -> int:
+    """Returns the number of a graph node: nodes made later in a thread have higher ones."""
+    return int(cast(Any, node)._sequence_nr())
 
 
 def will_run_in_backward(node: Node) -> bool:

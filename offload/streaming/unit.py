@@ -2,7 +2,9 @@
 
 import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -14,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
-from offload.streaming.torch_private import num_references
+from offload.streaming.torch_private import next_node_number, num_references
 
 
 class Transfer(Protocol):
@@ -27,8 +29,20 @@ class Transfer(Protocol):
 def wait_quietly(transfers: Iterable[Transfer]) -> None:
     """Waits until none of the transfers touches memory any more, whatever they give."""
     for transfer in transfers:
-        with contextlib.suppress(OffloadError):
+        try:
             transfer.wait()
+        except OffloadError as error:
+            error.__traceback__ = None  # whoever keeps the error must not keep the memory
+
+
+@contextlib.contextmanager
+def errors_without_memory() -> Iterator[None]:
+    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def start_all(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -66,9 +80,18 @@ class Binding:
     Attributes:
         placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
         seen_version: The version counter when the bytes were last known to equal the store's.
+        values_since: What was the next number of a graph node when it was last seen to have moved.
     """
 
-    __slots__ = ("name", "num_bytes", "offset_bytes", "parameter", "placeholder", "seen_version")
+    __slots__ = (
+        "name",
+        "num_bytes",
+        "offset_bytes",
+        "parameter",
+        "placeholder",
+        "seen_version",
+        "values_since",
+    )
 
     def __init__(
         self, parameter: nn.Parameter, *, name: str, offset_bytes: int, device: torch.device | None
@@ -79,12 +102,18 @@ class Binding:
         self.num_bytes = parameter.numel() * parameter.element_size()
         self.placeholder = placeholder_of(parameter, device=device)
         self.seen_version = parameter._version
+        self.values_since = 0
 
     def attach(self, base: torch.Tensor) -> None:
         """Points the parameter at its bytes in the slot under `base`."""
-        parameter = self.parameter
-        parameter.data = self.values_in(base)
-        self.seen_version = parameter._version
+        self.parameter.data = self.values_in(base)
+        self.see_version()
+
+    def see_version(self) -> None:
+        """Takes what the parameter is now as what is stored."""
+        if self.parameter._version != self.seen_version:
+            self.seen_version = self.parameter._version
+            self.values_since = next_node_number()
 
     def values_in(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's values in the slot under `base`."""
@@ -98,21 +127,6 @@ class Binding:
 
     def detach(self) -> None:
         self.parameter.data = self.placeholder
-
-    def require_untouched(self) -> None:
-        """Raises StoreError if the user wrote to the parameter while it was absent."""
-        single = self.placeholder
-        if not self.num_bytes:
-            return
-        first = single[(0,) * single.dim()]
-        is_written = first == first if single.is_floating_point() else first != 0
-        if is_written or self.parameter.data_ptr() != single.data_ptr():
-            raise StoreError(
-                f"cannot fetch parameter `{self.name}`: expected nothing written to it while it "
-                "was not in memory, found a write through `parameters()` or a kept reference; "
-                "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
-                "under `torch.no_grad()`"
-            )
 
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.
@@ -130,6 +144,19 @@ class Binding:
         return parameter._version != self.seen_version
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """What the user did to a parameter in its slot.
+
+    Attributes:
+        hashes: Of its bytes before and after, where these alone show it; None where the version
+            counter moved.
+    """
+
+    name: str
+    hashes: tuple[int, int] | None
+
+
 class StreamedUnit:
     """A unit, its bindings and its copy state.
 
@@ -142,8 +169,8 @@ class StreamedUnit:
         is_updated: Whether all that is in the slot, or will be, comes from its update.
         was_used: Whether the unit was accessed since it was fetched.
         fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
-        hashes: Of each binding's bytes, once a parameter was looked at from outside a pass: an edit
-            through `parameter.data` moves no version counter.
+        hashes: Of each binding's bytes when they were last known to equal the store's, where they
+            are watched: an edit through `parameter.data` moves no version counter.
     """
 
     def __init__(
@@ -247,16 +274,26 @@ class StreamedUnit:
         """Notes the bytes of now, to find later which the user edited."""
         self.hashes = self._hash()
 
-    def edited_bindings(self) -> list[Binding]:
-        """Returns the bindings whose parameters the user changed in place while resident."""
+    def edits(self) -> list[Edit]:
+        """Returns what the user changed in place while it was resident, since that was seen."""
         assert self.base is not None
-        before = self.hashes
-        after = None if before is None else self._hash()
-        return [
-            binding
-            for index, binding in enumerate(self.bindings)
-            if binding.is_edited(self.base) or (before and after and before[index] != after[index])
-        ]
+        unwatched = [0] * len(self.bindings)
+        before = self.hashes or unwatched
+        after = self._hash() if self.hashes else unwatched
+        edits: list[Edit] = []
+        for binding, one, other in zip(self.bindings, before, after, strict=True):
+            if binding.is_edited(self.base):
+                edits.append(Edit(name=binding.name, hashes=None))
+            elif one != other:
+                edits.append(Edit(name=binding.name, hashes=(one, other)))
+        return edits
+
+    def see_edits(self) -> None:
+        """Takes what is in the slot now as seen."""
+        for binding in self.bindings:
+            binding.see_version()
+        if self.hashes:
+            self.note_hashes()
 
     def _hash(self) -> list[int]:
         assert self.base is not None
@@ -278,6 +315,43 @@ def _gradient_nodes(bindings: Iterable[Binding]) -> list[Node]:
     """Returns the nodes that accumulate gradients; held, they refer to parameters for good."""
     with torch.inference_mode(mode=False):
         return [get_gradient_edge(b.parameter).node for b in bindings if b.parameter.requires_grad]
+
+
+def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> None:
+    """Raises StoreError if the user wrote to a parameter while it was absent.
+
+    Args:
+        bindings: Of parameters that are absent.
+        reads_values: Whether to look for writes that left a parameter its placeholder.
+    """
+    absent = [b for b in bindings if b.num_bytes]
+    written = [b.name for b in absent if b.parameter.data_ptr() != b.placeholder.data_ptr()]
+    if reads_values:
+        written += find_written({b.name: b.placeholder for b in absent})
+    if written:
+        raise StoreError(
+            f"cannot fetch parameter `{written[0]}`: expected nothing written to it while it "
+            "was not in memory, found a write through `parameters()` or a kept reference; "
+            "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
+            "under `torch.no_grad()`"
+        )
+
+
+def find_written(placeholders: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of placeholders that are not what they were made any more.
+
+    Reading waits for all that was asked of their device, so it is done once for each dtype.
+    """
+    of_dtype: dict[torch.dtype, list[str]] = {}
+    for name, placeholder in placeholders.items():
+        if placeholder.numel():
+            of_dtype.setdefault(placeholder.dtype, []).append(name)
+    written: list[str] = []
+    for names in of_dtype.values():
+        singles = torch.stack([placeholders[n][(0,) * placeholders[n].dim()] for n in names])
+        is_as_made = singles.float().isnan() if singles.is_floating_point() else singles == 0
+        written += [n for n, is_one in zip(names, is_as_made.tolist(), strict=True) if not is_one]
+    return written
 
 
 def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:

@@ -229,7 +229,7 @@ class WrappedModel:
         self._updates.finish()
         if self._updates.early is None or not self._updates.early.has_begun:
             self._require_room_for_step()
-        self._leave_slots()
+        self._leave_slots(before_commit=False)
         if self._memory.gradients is not None:
             self._memory.gradients.settle()
         step = self.completed_steps + 1
@@ -246,7 +246,7 @@ class WrappedModel:
                 # As after any in-place update: a graph that saved the old value must not be used.
                 torch.autograd.graph.increment_version(self._parameters[name])
             self.completed_steps += 1
-            self._edits.see()
+            self._edits.see_versions()
         except BaseException as error:  # an interrupt too: what is counted is not what is done
             self._updates.failure = error
             raise
@@ -294,6 +294,8 @@ class WrappedModel:
             groups = written_by_commit(self.layout, state.dirty)
             self._store.require_room(groups, num_in_flight=num_at_once, what="commit")
             write_dirty(state, window, num_at_once=num_at_once)
+            if state.seen is not None:
+                state.seen.note_missing()
             buffers = self._buffers().write(self._store)
         return CommitHead(
             step=self.completed_steps,
@@ -388,7 +390,7 @@ class WrappedModel:
             slots=slots,
             staging=memory.host.slots,
             prefetch_distance=self.options.prefetch_distance,
-            on_edit=self._edits.note,
+            on_edit=self._edits.note_streamed,
             begin_rows=memory.gradients.begin_rows if memory.gradients else None,
             workspace_bytes=self.plan.workspace_bytes,
         )
@@ -412,12 +414,12 @@ class WrappedModel:
             edited=self._memory.state.edited,
         )
 
-    def _leave_slots(self) -> None:
+    def _leave_slots(self, *, before_commit: bool) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""
         if self.residency is not None:
             self.residency.evict_all()
         else:
-            self._edits.note_resident()
+            self._edits.note_resident(before_commit=before_commit)
 
     def _settle_edits(self) -> None:
         """Brings parameters that the user edited, and their masters, to where they are stored."""
@@ -425,8 +427,8 @@ class WrappedModel:
             for unit in self.residency.units:
                 self.residency.capture_edits(unit)
         else:
-            self._leave_slots()
-            self._edits.see()
+            self._leave_slots(before_commit=True)
+            self._edits.see_versions()
         if self._memory.state.edited:
             self._updates.run({}, step=self.completed_steps + 1)
 

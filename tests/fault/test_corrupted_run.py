@@ -31,7 +31,7 @@ def config(steps):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of two steps, without the probe, and its result."""
-    monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
+    monkeypatch.setattr("offload.runs.train.probe_run", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield run_training(config(2), run_dir=tmp_path / "run")

@@ -132,6 +132,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def go_on_from(self, reference):
         self.reference = reference
+        self.before_edits = {}
         if self.gradient_dtype == "float32":
             for parameter in reference.trainable.values():
                 parameter.grad_dtype = torch.float32
@@ -177,6 +178,7 @@ class SessionMachine(RuleBasedStateMachine):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
             assert norm.item() == self.reference.clip(max_norm)
         self.optimizer.step()
+        self.before_edits.clear()
         self.optimizer.zero_grad(set_to_none=sets_to_none)
         self.reference.step()
         self.reference.model.zero_grad(set_to_none=sets_to_none)
@@ -243,7 +245,7 @@ class SessionMachine(RuleBasedStateMachine):
         for model in self.both():
             model.load_state_dict(values, strict=False)
         for name in self.reference.trainable:
-            self.reference.edited(name)
+            self.is_edited(name)
 
     @rule(data=st.data(), factor=st.sampled_from([0.5, -1.0, 1.25]))
     def edit(self, data, factor):
@@ -251,7 +253,47 @@ class SessionMachine(RuleBasedStateMachine):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(factor)
+        self.is_edited(name)
+
+    def is_edited(self, name):
+        self.before_edits.pop(name, None)
         self.reference.edited(name)
+
+    @rule(
+        data=st.data(),
+        change=st.sampled_from(
+            [
+                lambda values: values.neg_(),
+                lambda values: values.mul_(0.5),
+                lambda values: values.copy_(values.flip(0) if values.dim() else values),
+                lambda values: values.view(-1)[:1].fill_(0.0),
+                lambda values: values.view(-1)[-1:].neg_(),
+            ]
+        ),
+    )
+    def edit_through_data(self, data, change):
+        """What is again as the last update or commit left it was not edited."""
+        name, parameters = self.parameter(data)
+        expected = self.reference.trainable[name]
+        master = self.reference.masters[name]
+        values, master = self.before_edits.setdefault(name, (expected.detach().clone(), master))
+        for parameter in parameters:
+            change(parameter.data)
+        self.reference.edited(name)
+        if same_bits(expected, values):
+            self.reference.masters[name] = master
+
+    def is_resident(self):
+        on_device = self.policy["parameters"] == "device"
+        return on_device or (self.policy["parameters"] == "host" and self.device == "cpu")
+
+    @precondition(lambda self: self.is_resident())
+    @rule(data=st.data())
+    def replace_data(self, data):
+        name, parameters = self.parameter(data)
+        for parameter in parameters:
+            parameter.data = parameter.data * 0.5
+        self.is_edited(name)
 
     @precondition(lambda self: not self.is_early())
     @rule(data=st.data(), scales=st.booleans())
@@ -281,10 +323,12 @@ class SessionMachine(RuleBasedStateMachine):
     @rule()
     def compare_state(self):
         require_equal_state(self.session, self.model, self.reference)
+        self.before_edits.clear()
 
     @rule()
     def commit(self):
         self.session.commit({"lr": self.lr})
+        self.before_edits.clear()
         self.committed = copy.deepcopy(self.reference)
 
     @rule(name=st.sampled_from(["a", "b"]))
@@ -292,6 +336,7 @@ class SessionMachine(RuleBasedStateMachine):
         if name in self.saved:
             return
         self.session.save(name)
+        self.before_edits.clear()
         self.saved[name] = self.committed = copy.deepcopy(self.reference)
 
     @precondition(lambda self: self.saved)

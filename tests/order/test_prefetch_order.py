@@ -52,7 +52,13 @@ class FakeTier:
     def wait_readable(self, unit):
         pass
 
+    def raise_failure(self):
+        pass
+
     def wait_updated(self, transfers):
+        pass
+
+    def settle(self):
         pass
 
     def waits_for(self, transfers):
@@ -121,7 +127,7 @@ class Harness:
             pool=self.pool,
             tier=tier,
             prefetch_distance=distance,
-            on_edit=lambda unit, names: None,
+            on_edit=lambda edits: None,
             device=self.device,
         )
         self.streamed = StreamedModel(self.model, discovered, self.residency, on_pass=lambda: None)

@@ -45,7 +45,7 @@ def small_config():
 @pytest.fixture
 def train(monkeypatch):
     """Returns `run_training` without the probe, which takes seconds and changes no bit."""
-    monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
+    monkeypatch.setattr("offload.runs.train.probe_run", lambda *_: None)
     return run_training
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 ALL_STORED = ("storage", "storage")
 EITHER = [pytest.param(p, marks=[pytest.mark.slow] if p != ALL_STORED else []) for p in PLACEMENTS]
-ON_STORAGE = [("storage", "host"), ("storage", "storage")]
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +219,6 @@ def test_an_edit_in_place_becomes_the_master(trained):
     go_on(trained)
 
 
-@pytest.mark.parametrize("trained", ON_STORAGE, indirect=True, ids="-".join)
 def test_an_edit_through_data_becomes_the_master(trained):
     session, model, _, reference = trained
 
@@ -235,7 +233,6 @@ def test_an_edit_through_data_becomes_the_master(trained):
     go_on(trained)
 
 
-@pytest.mark.parametrize("trained", ON_STORAGE, indirect=True, ids="-".join)
 def test_an_edit_through_data_of_a_unit_that_backward_left_resident(trained):
     session, model, optimizer, reference = trained
 

@@ -233,6 +233,42 @@ def test_a_cast_from_before_an_edit_is_kept_as_it_is(tmp_path):
         assert same_bits(model.weight, plain.weight)
 
 
+class TakesCast(nn.Module):
+    """Computes with a cast that was made before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x, cast):
+        return ((x @ cast.t()) * self.weight.to(x.dtype)[0]).sum()
+
+
+@pytest.mark.parametrize("change", ["edit", "step"])
+def test_a_cast_from_before_its_unit_left_and_changed_is_kept_as_it_is(tmp_path, change):
+    reference = Reference(build(TakesCast, dtype=torch.float32), **OPTIONS)
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(TakesCast, dtype=torch.float32))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        gradients = []
+        for each in (model, reference.model):
+            each.weight.sum().backward()
+            cast = each.weight.to(torch.bfloat16)
+            if change == "edit":
+                with torch.no_grad():
+                    each.weight.mul_(0.5)
+            else:
+                (optimizer if each is model else reference).step()
+            if each is model:
+                session._wrapped.residency.evict_all()
+            x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+            each(x, cast).backward()
+            gradients.append(x.grad)
+
+        assert same_bits(*gradients)
+        require_equal_gradients(model, reference)
+
+
 class ChangedCast(nn.Module):
     """Computes with a cast that is changed in place before it is saved, or after."""
 

@@ -233,6 +233,23 @@ def test_sums_show_what_changed(change, num_bytes):
     assert not torch.equal(sums_of(base), before)
 
 
+@pytest.mark.parametrize("distance", [1, 4093, 2 * 4093, 3 * 4093 * 5, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_sums_show_changes_that_cancel(distance, dtype):
+    values = torch.randint(-100, 100, (1 << 18,)).to(dtype)
+    before = sums_of(values.view(torch.uint8))
+    first, second = values[5].item(), values[5 + distance].item()
+
+    for one, other in (
+        (first + 1, second - 1),
+        (second, first + (first == second)),
+        (~first, ~second),
+        (first ^ torch.iinfo(dtype).min, second ^ torch.iinfo(dtype).min),
+    ):
+        values[5], values[5 + distance] = one, other
+        assert not torch.equal(sums_of(values.view(torch.uint8)), before)
+
+
 @pytest.mark.parametrize("through", [lambda parameter: parameter, lambda parameter: parameter.data])
 def test_an_edit_while_updates_of_its_neighbours_are_on_their_way_is_kept(tmp_path, through):
     """`up.bias` has no update, and lies in a subgroup with parameters that have one."""

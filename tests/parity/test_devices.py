@@ -194,3 +194,39 @@ def test_an_interrupt_while_a_staging_slot_is_awaited_loses_none(tmp_path, monke
                     loss_of(model, 0)
 
         assert loss_of(model, 0).item() == loss_of(build(SmallGPT), 0).item()
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "storage"])
+def test_registered_bytes_are_those_of_the_plan_at_every_stage(tmp_path, parameters):
+    with _session(tmp_path, parameters=parameters, budget_bytes=2 << 20) as session:
+        device = session._device
+        found = [device.registered_bytes]
+        model = session.wrap(build(SmallGPT))
+        found.append(device.registered_bytes)
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        session.commit()
+        found.append(device.registered_bytes)
+        planned = session._wrapped.plan.planned_bytes
+
+    assert found == [0, planned, planned]
+    assert planned > 0
+    assert device.registered_bytes == 0
+
+
+def test_a_model_whose_device_memory_is_refused_leaves_nothing_registered(tmp_path, monkeypatch):
+    with _session(tmp_path) as session:
+        monkeypatch.setattr(session._device, "_memory_bytes", 1000)
+
+        with pytest.raises(offload.BudgetError):
+            session.wrap(build(SmallGPT))
+
+        assert session._device.registered_bytes == 0
+
+
+def test_a_device_that_computes_in_host_memory_registers_nothing(tmp_path):
+    with open_session(tmp_path, device="cpu") as session:
+        session.wrap(build(SmallGPT))
+
+        assert session._device.registered_bytes == 0

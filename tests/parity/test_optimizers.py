@@ -1,88 +1,20 @@
 """Every optimizer through a session: the bits of its rule, wherever state lives."""
 
-import struct
-
-import numpy as np
 import pytest
 import torch
-import xxhash
 from parity.models import SmallGPT, build, loss_of
-from parity.oracle import CODES, Reference, from_master, same_bits, to_fp32
+from parity.oracle import same_bits
+from parity.rule_oracle import RULE_CASES, RULE_IDS, RuleReference
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 
 from offload.errors import ConfigError, StoreError
-from offload.layout import RULES
-from offload.testing import kernel_oracle
 
 pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
-
-BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
-CASES = [
-    ("Adam", "adam", BETAS | {"lr": 0.01, "weight_decay": 0.1}),
-    ("Lion", "lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
-    ("SGD", "sgd", {"lr": 0.1, "weight_decay": 0.01}),
-    (
-        "SGD",
-        "momentum",
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": True},
-    ),
-    (
-        "Adagrad",
-        "adagrad",
-        {
-            "lr": 0.05,
-            "lr_decay": 0.1,
-            "weight_decay": 0.01,
-            "initial_accumulator_value": 0.5,
-            "eps": 1e-10,
-        },
-    ),
-]
-IDS = [rule for _, rule, _ in CASES]
 
 
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):
     use_small_records(monkeypatch)
-
-
-class RuleReference(Reference):
-    """An untouched module, and one of the rules over it."""
-
-    def __init__(self, model, rule, options):
-        super().__init__(model)
-        self.rule, self.options = rule, options
-        self.states = {
-            name: {key: np.zeros_like(master) for key in RULES[rule]}
-            for name, master in self.masters.items()
-        }
-
-    def _update(self, name, parameter):
-        self.steps[name] += 1
-        after = kernel_oracle.update(
-            self.rule,
-            kernel_oracle.OracleState(master=self.masters[name], state=self.states[name]),
-            to_fp32(parameter.grad),
-            self.options | {"step": self.steps[name]},
-        )
-        self.masters[name], self.states[name] = after.master, after.state
-        with torch.no_grad():
-            values = from_master(after.master, parameter.dtype)
-            parameter.copy_(values.view(parameter.shape))
-
-    def digest(self):
-        digest = xxhash.xxh3_128()
-        for name, parameter in self.parameters.items():
-            shape = tuple(parameter.shape)
-            digest.update(name.encode() + b"\0" + CODES[parameter.dtype] + b"\0")
-            digest.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
-            digest.update(struct.pack("<Q", self.steps[name]))
-            digest.update(self.masters[name].tobytes())
-            for key in sorted(self.states[name]):
-                digest.update(key.encode() + b"\0" + self.states[name][key].tobytes())
-        digest.update(struct.pack("<Q", self.completed_steps))
-        return digest.hexdigest()
 
 
 def train_steps(model, optimizer, steps):
@@ -104,9 +36,9 @@ def trained_reference(rule, options, steps, dtype):
 @pytest.mark.parametrize(
     ("name", "rule", "options", "dtype"),
     # In fp32 plain SGD keeps nothing at all: records of no bytes.
-    [(*case, torch.bfloat16) for case in CASES]
-    + [(*case, torch.float32) for case in CASES if case[1] in ("sgd", "lion")],
-    ids=[*IDS, "lion-fp32", "sgd-fp32"],
+    [(*case, torch.bfloat16) for case in RULE_CASES]
+    + [(*case, torch.float32) for case in RULE_CASES if case[1] in ("sgd", "lion")],
+    ids=[*RULE_IDS, "lion-fp32", "sgd-fp32"],
 )
 def test_state_equals_that_of_the_rule_in_every_tier(tmp_path, name, rule, options, dtype):
     reference = trained_reference(rule, options, range(3), dtype)
@@ -120,7 +52,7 @@ def test_state_equals_that_of_the_rule_in_every_tier(tmp_path, name, rule, optio
             assert session.state_digest() == reference.digest()
 
 
-@pytest.mark.parametrize(("name", "rule", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "rule", "options"), RULE_CASES, ids=RULE_IDS)
 def test_a_resumed_session_goes_on_with_the_same_optimizer_only(tmp_path, name, rule, options):
     reference = trained_reference(rule, options, range(4), torch.bfloat16)
     with open_session(tmp_path) as session:
@@ -148,7 +80,7 @@ def test_a_resumed_session_goes_on_with_the_same_optimizer_only(tmp_path, name, 
         ("Lion", {"betas": (0.9, 1.0)}, "`betas`.*between 0 and 1, 1 excluded"),
         ("Lion", {"eps": 1e-8}, "Lion with option `eps`"),
         ("Adagrad", {"lr": -1.0}, "`lr` = -1.0"),
-        ("Muon", {}, 'make the session with `optimizer="muon"`'),
+        ("Muon", {}, 'make the session with `optimizer="muon"`.*elements of module lists'),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, name, options, message):
@@ -164,6 +96,22 @@ def test_options_of_torch_that_ask_for_nothing_are_accepted(tmp_path):
         model = session.wrap(build(SmallGPT))
 
         session.Adam(model.parameters(), amsgrad=False, maximize=False, foreach=None)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_an_option_that_an_edit_of_a_param_group_asks_for_is_refused(tmp_path, overlap, option):
+    with open_session(tmp_path, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        train_steps(model, optimizer, range(1))
+        before = session.state_digest()
+        optimizer.param_groups[0][option] = True
+
+        with pytest.raises(ConfigError, match=f"AdamW with `{option}` = True"):
+            train_steps(model, optimizer, range(1))
+
+        assert session.state_digest() == before
 
 
 class TorchMuon:
@@ -208,6 +156,33 @@ def test_muon_equals_torch_muon_in_fp32(tmp_path, placement):
                 assert same_bits(found, expected.detach()), name
             else:
                 torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.8, "ns_steps": 3, "weight_decay": 0.3},
+        {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (3.0, -4.0, 2.0)},
+    ],
+)
+def test_muon_stays_torch_muon_over_steps_whatever_its_options(tmp_path, options):
+    plain = build(SmallGPT, dtype=torch.float32)
+    with open_session(tmp_path, budget_bytes=4 << 20, optimizer="muon") as session:
+        model = session.wrap(build(SmallGPT, dtype=torch.float32))
+        for module in (plain, model):  # gradients stay equal: nothing is rounded otherwise
+            for name, parameter in module.named_parameters():
+                is_matrix = name.startswith("blocks.") and parameter.dim() == 2
+                parameter.requires_grad_(is_matrix)
+        reference = torch.optim.Muon([p for p in plain.parameters() if p.requires_grad], **options)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = session.Muon(trained, **options)
+
+        train_steps(plain, reference, range(4))
+        train_steps(model, optimizer, range(4))
+
+        pairs = zip(plain.parameters(), session_values(session, model), strict=True)
+        assert all(same_bits(found, expected.detach()) for expected, found in pairs)
 
 
 def session_values(session, model):

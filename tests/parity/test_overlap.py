@@ -1,6 +1,7 @@
 """Updates under the next forward change no bit, whatever comes between two steps."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -428,3 +429,26 @@ class TestFailure:
         require_equal_state(session, model, reference)
         train_both(model, optimizer, reference, steps=2, first=1)
         require_equal_state(session, model, reference)
+
+
+@pytest.mark.unified
+def test_a_wait_of_autograd_s_thread_is_counted(tmp_path, monkeypatch):
+    # Of a device with memory of its own backward runs in another thread.
+    begun = threading.Event()
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        loss_of(model, 0).backward()
+        deferred = session._wrapped._updates.deferred
+        carry_out, hurry = deferred._pipeline.carry_out, deferred._hurry
+        monkeypatch.setattr(
+            deferred._pipeline, "carry_out", lambda job: begun.wait() and carry_out(job)
+        )
+        monkeypatch.setattr(deferred, "_hurry", lambda: (hurry(), begun.set()))
+        optimizer.step()
+
+        thread = threading.Thread(target=deferred.finish)
+        thread.start()
+        thread.join()
+
+        assert deferred.wait_s > 0

@@ -15,7 +15,7 @@ from offload.errors import PlanError
 def config(tmp_path, monkeypatch):
     """Returns a loader of a small run whose store lies on a path of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offload.runs.train._probe", lambda *_: None)
+    monkeypatch.setattr("offload.runs.train.probe_run", lambda *_: None)
     path = tmp_path / "path"
     path.mkdir()
     run = tmp_path / "run.toml"

@@ -52,7 +52,7 @@ def test_no_piece_is_larger_than_64_gib_and_all_bytes_are_registered(num_bytes, 
     assert registration.registered_bytes == 0
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 4])
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_when_a_piece_fails_none_stays_registered(fails_at):
     registrar = FakeRegistrar(fails_at=fails_at)
     registration = HostRegistration(registrar)
@@ -75,6 +75,27 @@ def test_a_failure_leaves_what_was_registered_before():
     assert registrar.live == {BASE: 100}
     registration.unregister_all()
     assert registrar.live == {}
+
+
+def test_a_piece_that_stays_locked_is_told_and_keeps_no_other_from_being_unlocked(
+    monkeypatch, caplog
+):
+    registrar = FakeRegistrar(fails_at=4)
+    unregister = registrar.unregister
+
+    def refuse(address):
+        if address == BASE + PIECE_BYTES:
+            raise OSError("error 1")
+        unregister(address)
+
+    monkeypatch.setattr(registrar, "unregister", refuse)
+    registration = HostRegistration(registrar)
+
+    with pytest.raises(BudgetError, match="piece 4 of 4"):
+        registration.register(BASE, 200 * GIB)
+
+    assert list(registrar.live) == [BASE + PIECE_BYTES]
+    assert "64 GiB of host memory" in caplog.text
 
 
 def test_a_transfer_is_cut_where_one_registration_ends():

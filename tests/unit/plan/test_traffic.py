@@ -1,7 +1,12 @@
 import pytest
 
 from offload.layout import ParameterFacts, UnitFacts, build_layout
-from offload.plan.traffic import ModelBytes, kept_for_backward_bytes, step_traffic
+from offload.plan.traffic import (
+    ModelBytes,
+    cached_state_bytes,
+    kept_for_backward_bytes,
+    step_traffic,
+)
 
 MB = 10**6
 # 85 M parameters in bf16 under `split`: 2 bytes each, 10 bytes of state.
@@ -85,3 +90,20 @@ def test_the_last_units_of_forward_one_for_each_slot_stay_for_backward():
     kept = [kept_for_backward_bytes(layout, slots) for slots in (-1, 0, 1, 2, 3, 4)]
 
     assert kept == [0, 0, 2000, 2200, 2220, 2220]
+
+
+@pytest.mark.parametrize(
+    ("order", "elements"),
+    # Of 4096, 4096, 4096 and 512 elements two stay: the last two and the first two in turns.
+    [("alternating", (4096 + 512 + 4096 + 4096) // 2), ("resident", 8192), ("sequential", 0)],
+)
+def test_what_a_step_finds_in_memory_is_the_mean_of_two_steps(order, elements):
+    facts = (ParameterFacts(name="weight", shape=(3 * 4096 + 512,), dtype="bfloat16"),)
+    layout = build_layout(
+        [UnitFacts(name="unit", parameters=facts)], codec="split", record_elements=4096
+    )
+
+    found = cached_state_bytes(layout, order, 2)
+
+    assert [record.num_bytes for record in layout.records] == [40960, 40960, 40960, 5120]
+    assert found == elements * 10

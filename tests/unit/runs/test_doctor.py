@@ -84,6 +84,17 @@ def test_the_pure_fallbacks_are_a_warning_not_a_failure(tmp_path, monkeypatch):
     assert found["kernels"].found == "torch"
 
 
+def test_a_variable_that_names_no_feature_is_what_to_correct(tmp_path, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_DISABLE_CPU_FEATURES", "sse")
+
+    report = run_checks([tmp_path])
+
+    found = {check.name: check for check in report.checks}["kernels"]
+    assert found.status == "fail"
+    assert "`OFFLOAD_DISABLE_CPU_FEATURES`" in found.found
+    assert "variable" in found.remedy
+
+
 def test_a_check_that_cannot_be_made_is_a_failed_check():
     def broken():
         raise OSError("no such device")

@@ -47,6 +47,8 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("OFFLOAD_MACHINE", "")
     monkeypatch.setattr("offload.runs.probe._MEASURE_S", 0.01)
     monkeypatch.setattr("offload.runs.pass_probe._ENOUGH_S", 0.01)
+    # What others take of this machine is no part of what is tested.
+    monkeypatch.setattr("offload.runs.measurement.others_cpu_share", lambda *_: None)
 
 
 def test_every_figure_is_predicted_and_nothing_is_left(text, tmp_path):
@@ -94,6 +96,81 @@ def test_what_the_profile_has_is_not_measured_again(text, tmp_path):
     assert second == [f"path {tmp_path}"] * 2  # paths belong to `bench io --tune`
     assert (len(kept.passes), len(kept.kernels), len(kept.memory)) == (1, 1, 1)
     assert kept.passes[0].forward_layer_s >= 0
+
+
+def test_the_planned_peak_is_what_process_arenas_and_passes_hold(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.runs.measurement.current_rss_bytes", lambda: 10**9)
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+    measured = plan_and_predict(config(text), machine_file=profile)
+    (passes,) = read_profile(profile).passes
+    known = profile.read_text()
+
+    def set_workspace(fixed, layer):
+        lines = [line for line in known.splitlines() if not line.startswith("workspace_")]
+        at = lines.index("[[passes]]") + 1
+        profile.write_text("\n".join([*lines[:at], *fixed, *layer, *lines[at:]]) + "\n")
+
+    set_workspace(["workspace_bytes = 5e6"], ["workspace_layer_bytes = 1e6"])
+    plan = plan_and_predict(config(text), machine_file=profile)
+    set_workspace([], [])
+    without = plan_and_predict(config(text), machine_file=profile)
+
+    held = 10**9 + plan.host.planned_bytes + plan.prediction.activation_bytes
+    assert passes.workspace_bytes + 4 * passes.workspace_layer_bytes > 0
+    assert measured.prediction.rss_peak_bytes > held
+    assert plan.prediction.rss_peak_bytes == held + 9 * 10**6
+    assert without.prediction.rss_peak_bytes == held + plan.host.slot_bytes
+
+
+def test_an_update_in_memory_takes_more_than_its_passes_by_what_each_record_costs(text, tmp_path):
+    in_memory = config(text, **{"policy.parameters": "host", "policy.optimizer": "host"})
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+    plan_and_predict(in_memory, machine_file=profile)
+    known = profile.read_text().splitlines()
+
+    def update_s(record_s):
+        lines = [f"record_s = {record_s}" if "record_s" in line else line for line in known]
+        profile.write_text("\n".join(lines) + "\n")
+        plan = plan_and_predict(in_memory, machine_file=profile)
+        return plan.prediction.step.update_s, len(plan.layout.records)
+
+    measured_s = read_profile(profile).passes[0].record_s
+    free_s, num_records = update_s(0.0)
+    slow_s, _ = update_s(0.25)
+
+    assert measured_s > 0
+    assert slow_s == pytest.approx(free_s + 0.25 * num_records)
+
+
+def test_gradients_that_add_up_are_probed_as_such(text, tmp_path):
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+
+    plan_and_predict(config(text), machine_file=profile)
+    plan_and_predict(config(text, **{"train.micro_steps": 3}), machine_file=profile)
+    plan_and_predict(config(text, **{"train.micro_steps": 9}), machine_file=profile)
+
+    plain, accumulating = (passes.shape for passes in read_profile(profile).passes)
+    assert accumulating == f"{plain} accumulating"
+
+
+@pytest.mark.parametrize(("share", "is_busy"), [(0.5, True), (0.01, False), (None, False)])
+def test_what_a_busy_machine_gave_is_said_to_be_such_and_not_kept(
+    text, tmp_path, monkeypatch, share, is_busy
+):
+    monkeypatch.setattr("offload.runs.measurement.others_cpu_share", lambda *_: share)
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+
+    plan = plan_and_predict(config(text), machine_file=profile).to_json()
+
+    notes = [each for each in plan["warnings"] if "other processes took 50%" in each]
+    assert len(notes) == is_busy
+    assert all("\n" not in each for each in notes)
+    assert bool(read_profile(profile).passes) != is_busy
+    assert plan["predicted"]["step_s"] > 0
 
 
 def test_a_model_that_needs_values_has_no_times_but_bytes(text, monkeypatch, tmp_path):

@@ -182,6 +182,7 @@ def factory_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("offload.runs.probe._MEASURE_S", 0.01)
+    monkeypatch.setattr("offload.runs.measurement.others_cpu_share", lambda *_: None)
     return build_config(
         {
             "model": {"factory": "model_of_a_run:build", "width": 32},
@@ -209,6 +210,7 @@ def test_a_plan_after_a_run_has_the_times_of_that_run(factory_run, tmp_path, mon
     assert planned.prediction.step.backward_s >= run.backward_s * (1 - 1e-9) > 0  # a sum of units
     assert planned.prediction.activation_bytes == result.activation_peak_bytes
     assert planned.prediction.rss_peak_bytes is not None
+    assert run.workspace_bytes > 0
     assert not [each for each in planned.warnings if "times" in each]
 
 

@@ -46,12 +46,12 @@ def test_a_busy_path_shows_its_rate_and_queue(paths):
         paths.submit(path, read=10**9, write=10**9)
 
     for _ in range(10):
-        paths.move(0.1, (400e6, 400e6), (200e6, 100e6))
+        paths.move(0.1, (400e6, 400e6), (150e6, 150e6))
 
     assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(400e6)
     assert paths.rates.round_trip_bytes_per_s(1) == pytest.approx(150e6)
     assert paths.rates.queued_bytes(1) == 2 * 10**9 - 300_000_000
-    assert paths.rates.queued_write_bytes(1) == 10**9 - 100_000_000
+    assert paths.rates.queued_write_bytes(1) == 10**9 - 150_000_000
 
 
 def test_idle_time_does_not_count(paths):
@@ -89,6 +89,38 @@ def test_a_path_that_has_long_moved_one_direction_shows_the_rate_of_that(paths):
         paths.move(0.02, (400e6, written), (0, 0))
 
     assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6, rel=0.01)
+
+
+def test_a_path_that_prefers_one_direction_is_as_fast_as_both_together(paths):
+    paths.submit(0, write=5_000_000)
+    for _ in range(10):
+        paths.submit(0, read=20_000_000, write=20_000_000)
+        for read, write in ((200e6, 100e6), (200e6, 100e6), (0, 300e6)):
+            paths.move(0.05 if read else 0.1 / 3, (read, write), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(150e6, rel=0.01)
+
+
+@pytest.mark.parametrize("reads_in_bursts", [False, True])
+def test_a_direction_that_comes_in_bursts_does_not_hide_the_one_that_is_always_busy(
+    paths, reads_in_bursts
+):
+    """As where a throttle gives 200 MB/s each way, and lets a direction catch up after a pause."""
+
+    def both(steady, bursts):
+        return (bursts, steady) if reads_in_bursts else (steady, bursts)
+
+    def submit(steady, bursts):
+        read, write = both(steady, bursts)
+        paths.submit(0, read=read, write=write)
+
+    submit(10**10, 0)
+    for _ in range(200):
+        submit(0, 2_000_000)
+        paths.move(0.002, both(200e6, 950e6), (0, 0))
+        paths.move(0.008, both(200e6, 1e5 / 0.008), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6, rel=0.05)
 
 
 def test_a_new_rate_is_followed_within_a_second_of_work(paths):

@@ -1,0 +1,72 @@
+"""What failed first is what is raised, also by whoever goes on and keeps the errors."""
+
+import itertools
+
+import pytest
+from parity.models import SmallGPT, build, loss_of
+from parity.sessions import open_session, use_small_records
+
+from offload.errors import BudgetError, StorageError
+from offload.storage.store import BlockStore
+
+
+@pytest.fixture(autouse=True)
+def small_records(monkeypatch):
+    use_small_records(monkeypatch)
+
+
+def smallest_budgets(tmp_path, device):
+    options = {} if device == "cpu" else {"device_memory": 8 << 20}
+    with open_session(tmp_path / "plan", budget_bytes=8 << 20, **options) as session:
+        session.wrap(build(SmallGPT))
+        wrapped = session._wrapped
+        budgets = {"budget_bytes": wrapped.plan.smallest_bytes}
+        if device != "cpu":
+            budgets["device_memory"] = wrapped.device_plan.smallest_bytes
+    return budgets
+
+
+def fail_from(monkeypatch, operation, number):
+    """The store refuses every read or write from that of `number` on."""
+    plain, counter = getattr(BlockStore, operation), itertools.count()
+
+    def refuse(self, *args, **options):
+        if next(counter) >= number:
+            raise StorageError("what failed first")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(BlockStore, operation, refuse)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("number", [0, 10, 21, 28, pytest.param(35, marks=pytest.mark.slow)])
+def test_what_failed_is_not_hidden_by_slots_that_errors_keep(
+    tmp_path, monkeypatch, device, operation, number
+):
+    budgets = smallest_budgets(tmp_path, device)
+    errors = []
+    session = open_session(tmp_path, **budgets)
+    session.open()
+    model = session.wrap(build(SmallGPT))
+    optimizer = session.AdamW(model.parameters())
+
+    def step(index):
+        loss_of(model, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    fail_from(monkeypatch, operation, number)
+    for index in range(4):
+        try:
+            step(index)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            errors.append(error)
+    try:
+        session.close()
+    except StorageError as error:
+        errors.append(error)
+
+    assert errors
+    assert not any(isinstance(error, BudgetError) for error in errors)
+    assert all("what failed first" in str(error) for error in errors)
