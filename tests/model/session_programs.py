@@ -120,8 +120,9 @@ class SessionMachine(RuleBasedStateMachine):
         return host_bytes, device_bytes
 
     def new_session(self, stores, **options):
+        window = min(self.window, options["host_memory"])
         return offload.Session(
-            {"activations": self.activations, "tiers": {"host": {"window": self.window}}},
+            {"activations": self.activations, "tiers": {"host": {"window": window}}},
             device=self.device,
             store=stores,
             policy=self.policy,
