@@ -1,19 +1,13 @@
 """What each path delivers now, from its counters: the figures that striping decides by.
 
-[Note: busy intervals] Counters are looked at whenever a transfer is submitted. A path that has
-bytes in flight at such a moment had some ever since the last one, as nothing was submitted in
-between: it was busy for all of that interval, and the bytes that it moved say what it can do. Where
-nothing is in flight any more, when it ran dry is not known, and the interval says only that the
-path can do at least as much.
-
 [Note: both directions in one rate] Every record that is read is written again, so over a step each
 path moves about as much in as out, whatever share of the records it has; the bytes of both over the
-time in which it was busy are comparable between paths, and equal times mean that all end together.
-The two directions apart are not: reads that wait behind writes look slow, and bursts after a pause
-look fast. A path that reads and writes at the same time, each at its own rate, moves half of what
-it could while only one direction has anything to do. So time in which both were in flight decides
-where there was enough of it: else a path that lacks writes for a moment looks slow, gets less, and
-lacks more.
+time in which it had any to move are comparable between paths, and equal times mean that all end
+together. The two directions apart are not: reads that wait behind writes look slow, and bursts
+after a pause look fast. A path that reads and writes at the same time, each at its own rate, moves
+half of what it could while only one direction has anything to do. So time in which both were in
+flight decides where there was enough of it: else a path that lacks writes for a moment looks slow,
+gets less, and lacks more.
 
 [Note: no faster than one direction] Where one direction always has something queued and the other
 comes in bursts, the bursts may pass at any rate: what throttles a path lets it catch up after a
@@ -24,7 +18,6 @@ always is shows what the path can do.
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,20 +27,26 @@ _LEAST_MEMORY_BYTES = 64 * MIB
 _STALL_MEMORY_S = 10.0
 """What was measured is forgotten after this much busy time too, so that a path that stands still
 falls back."""
-_CLEARLY_FASTER = 2.0
-"""An interval in which a path ran dry counts from here on: below, it may be chance."""
 _ENOUGH_OF_BOTH = 1 / 8
 """Of the busy time that is remembered: from here on the time in which both directions were in
 flight stands for all."""
 
 
 class Moved(Protocol):
-    """Counters of bytes that the kernel has moved."""
+    """Counters of a path: bytes that the kernel has moved, and how long it had some to move."""
 
     @property
     def read_bytes(self) -> int: ...
     @property
     def write_bytes(self) -> int: ...
+    @property
+    def both_bytes(self) -> int: ...
+    @property
+    def in_flight_s(self) -> float: ...
+    @property
+    def read_in_flight_s(self) -> float: ...
+    @property
+    def write_in_flight_s(self) -> float: ...
 
 
 class PathRates:
@@ -61,7 +60,7 @@ class PathRates:
         counters: Sequence[Callable[[], Moved]],
         *,
         live_bytes: Callable[[int], int] = lambda _: 0,
-        clock_s: Callable[[], float] = time.monotonic,
+        limits: Sequence[float | None] = (),
     ) -> None:
         """Stores its arguments.
 
@@ -69,18 +68,19 @@ class PathRates:
             counters: Gives the counters of each path since its engine was opened.
             live_bytes: What a path holds: in a step about as much goes in, and out again. After
                 such a step what was measured before counts for 1/e.
-            clock_s: Monotonic seconds.
+            limits: Bytes/s of both directions together that a path is held to before its counters:
+                what waits for its turn there is not in flight.
         """
         self._lock = threading.Lock()
-        self._clock_s = clock_s
         self._live_bytes = live_bytes
         self._paths = [_Path(read) for read in counters]
-        self._last_s: float | None = None
+        self._limits = [*limits, *[None] * (len(self._paths) - len(limits))]
 
     def note(self) -> None:
         """Looks at the counters; called before anything is submitted."""
         with self._lock:
-            self._note()
+            for index, path in enumerate(self._paths):
+                path.look(max(2 * self._live_bytes(index), _LEAST_MEMORY_BYTES))
 
     def submitted(self, path_index: int, num_bytes: int, *, is_write: bool) -> None:
         """Says what was submitted to a path."""
@@ -99,17 +99,12 @@ class PathRates:
 
     def round_trip_bytes_per_s(self, path_index: int) -> float | None:
         """Returns how many bytes go in and out again each second, None where nothing is known."""
+        limit = self._limits[path_index]
         with self._lock:
             rate = self._paths[path_index].rate()
-            return None if rate is None else rate / 2
-
-    def _note(self) -> None:
-        now_s = self._clock_s()
-        elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
-        self._last_s = now_s
-        for index, path in enumerate(self._paths):
-            memory_bytes = max(2 * self._live_bytes(index), _LEAST_MEMORY_BYTES)
-            path.look(elapsed_s, memory_bytes=memory_bytes)
+        if rate is None:
+            return None
+        return (rate if limit is None else min(rate, limit)) / 2
 
 
 class _Mean:
@@ -119,13 +114,9 @@ class _Mean:
         self._bytes = 0.0
         self.seconds = 0.0
 
-    def add(self, num_bytes: int, seconds: float) -> None:
-        self._bytes += num_bytes
-        self.seconds += seconds
-
-    def fade(self, kept: float) -> None:
-        self._bytes *= kept
-        self.seconds *= kept
+    def add(self, num_bytes: int, seconds: float, *, kept: float) -> None:
+        self._bytes = self._bytes * kept + num_bytes
+        self.seconds = self.seconds * kept + seconds
 
     def rate(self) -> float | None:
         return self._bytes / self.seconds if self.seconds else None
@@ -137,52 +128,43 @@ class _Path:
     def __init__(self, counters: Callable[[], Moved]) -> None:
         self._counters = counters
         self.submitted = [0, 0]
-        self._seen: tuple[int, int] | None = None
+        self._seen: Moved | None = None
         self._start = (0, 0)  # of the counters when the store was opened
         self._any = _Mean()
         self._both = _Mean()
         self._each = (_Mean(), _Mean())
 
     def queued(self) -> tuple[int, int]:
-        read, written = self._seen or self._start
+        if self._seen is None:
+            return self.submitted[0], self.submitted[1]
         return (
-            max(self.submitted[0] - (read - self._start[0]), 0),
-            max(self.submitted[1] - (written - self._start[1]), 0),
+            max(self.submitted[0] - (self._seen.read_bytes - self._start[0]), 0),
+            max(self.submitted[1] - (self._seen.write_bytes - self._start[1]), 0),
         )
 
-    def look(self, elapsed_s: float, *, memory_bytes: int) -> None:
-        moved = self._counters()
-        now = (moved.read_bytes, moved.write_bytes)
-        if self._seen is None:
-            self._seen = self._start = now
-            return
-        before = self.queued()
-        moved_bytes = [a - b for a, b in zip(now, self._seen, strict=True)]
-        delta = sum(moved_bytes)
+    def look(self, memory_bytes: int) -> None:
+        now, before = self._counters(), self._seen
         self._seen = now
-        after = self.queued()
-        if not any(before) or elapsed_s <= 0:
+        if before is None:
+            self._start = (now.read_bytes, now.write_bytes)
             return
-        rate = self.rate()
-        is_faster = rate is None or delta / elapsed_s > _CLEARLY_FASTER * rate
-        if not any(after) and not is_faster:
-            return
-        kept = math.exp(-delta / memory_bytes - elapsed_s / _STALL_MEMORY_S)
-        for mean in (self._any, self._both, *self._each):
-            mean.fade(kept)
-        self._any.add(delta, elapsed_s)
-        if all(before) and all(after):
-            self._both.add(delta, elapsed_s)
-        for mean, num_bytes, at_start, at_end in zip(
-            self._each, moved_bytes, before, after, strict=True
-        ):
-            if at_start and at_end:
-                mean.add(num_bytes, elapsed_s)
+        moved = (now.read_bytes - before.read_bytes, now.write_bytes - before.write_bytes)
+        seconds = (
+            now.read_in_flight_s - before.read_in_flight_s,
+            now.write_in_flight_s - before.write_in_flight_s,
+        )
+        busy_s = now.in_flight_s - before.in_flight_s
+        kept = math.exp(-sum(moved) / memory_bytes - busy_s / _STALL_MEMORY_S)
+        self._any.add(sum(moved), busy_s, kept=kept)
+        both_s = max(sum(seconds) - busy_s, 0.0)
+        self._both.add(now.both_bytes - before.both_bytes, both_s, kept=kept)
+        for mean, num_bytes, in_flight_s in zip(self._each, moved, seconds, strict=True):
+            mean.add(num_bytes, in_flight_s, kept=kept)
 
     def rate(self) -> float | None:
         """Returns bytes/s of both directions together."""
-        if self._both.seconds <= _ENOUGH_OF_BOTH * self._any.seconds:
-            return self._any.rate()
-        each = [rate for mean in self._each if (rate := mean.rate()) is not None]
         both = self._both.rate()
-        return None if both is None else min(both, *(2 * rate for rate in each))
+        if both is None or self._both.seconds <= _ENOUGH_OF_BOTH * self._any.seconds:
+            return self._any.rate()
+        each = [mean.rate() for mean in self._each]
+        return min(both, *(2 * rate for rate in each if rate is not None))
