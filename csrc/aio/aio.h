@@ -109,7 +109,7 @@ struct ofl_aio_stats {
 	uint64_t write_bytes;
 	uint64_t read_requests; /* done, also with an error */
 	uint64_t write_requests;
-	uint64_t in_flight_ns; /* while at least one request was not done */
+	uint64_t in_flight_ns;	    /* while at least one request was not done */
 	uint64_t read_in_flight_ns; /* while at least one read was not done */
 	uint64_t write_in_flight_ns;
 	uint64_t both_bytes; /* moved while reads and writes were not done */

@@ -14,10 +14,15 @@ comes in bursts, the bursts may pass at any rate: what throttles a path lets it 
 pause. The time in which both were in flight is then that of the bursts, and short. But bytes come
 back no faster than they go in either direction while that one is in flight, and a direction that
 always is shows what the path can do.
+
+[Note: steadily busy] For the same reason a path that was idle for a moment may look faster than it
+is: it would be given more, look slower, and be given less, step by step. What it moves once it has
+been busy for longer than such bursts last is what counts, where there is enough of that.
 """
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,9 +32,12 @@ _LEAST_MEMORY_BYTES = 64 * MIB
 _STALL_MEMORY_S = 10.0
 """What was measured is forgotten after this much busy time too, so that a path that stands still
 falls back."""
-_ENOUGH_OF_BOTH = 1 / 8
+_ENOUGH = 1 / 8
 """Of the busy time that is remembered: from here on the time in which both directions were in
-flight stands for all."""
+flight, or the path was steadily busy, stands for all."""
+_BURST_S = 0.1
+"""A path that has been busy for so long has caught up: it moves what it moves for good."""
+_CLOCKS_DIFFER_S = 1e-3
 
 
 class Moved(Protocol):
@@ -61,6 +69,7 @@ class PathRates:
         *,
         live_bytes: Callable[[int], int] = lambda _: 0,
         limits: Sequence[float | None] = (),
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stores its arguments.
 
@@ -70,9 +79,11 @@ class PathRates:
                 such a step what was measured before counts for 1/e.
             limits: Bytes/s of both directions together that a path is held to before its counters:
                 what waits for its turn there is not in flight.
+            clock_s: Monotonic seconds.
         """
         self._lock = threading.Lock()
         self._live_bytes = live_bytes
+        self._clock_s = clock_s
         self._paths = [_Path(read) for read in counters]
         self._limits = [*limits, *[None] * (len(self._paths) - len(limits))]
 
@@ -80,7 +91,8 @@ class PathRates:
         """Looks at the counters; called before anything is submitted."""
         with self._lock:
             for index, path in enumerate(self._paths):
-                path.look(max(2 * self._live_bytes(index), _LEAST_MEMORY_BYTES))
+                memory_bytes = max(2 * self._live_bytes(index), _LEAST_MEMORY_BYTES)
+                path.look(self._clock_s(), memory_bytes=memory_bytes)
 
     def submitted(self, path_index: int, num_bytes: int, *, is_write: bool) -> None:
         """Says what was submitted to a path."""
@@ -122,17 +134,63 @@ class _Mean:
         return self._bytes / self.seconds if self.seconds else None
 
 
-class _Path:
-    """What one path was given and has done; pairs are of reads and writes."""
+class _Delta:
+    """What counters say of the time between two looks; pairs are of reads and writes."""
 
-    def __init__(self, counters: Callable[[], Moved]) -> None:
-        self._counters = counters
-        self.submitted = [0, 0]
-        self._seen: Moved | None = None
-        self._start = (0, 0)  # of the counters when the store was opened
+    def __init__(self, before: Moved, now: Moved) -> None:
+        self.moved = (now.read_bytes - before.read_bytes, now.write_bytes - before.write_bytes)
+        self.seconds = (
+            now.read_in_flight_s - before.read_in_flight_s,
+            now.write_in_flight_s - before.write_in_flight_s,
+        )
+        self.busy_s = now.in_flight_s - before.in_flight_s
+        self.both_bytes = now.both_bytes - before.both_bytes
+        self.both_s = max(sum(self.seconds) - self.busy_s, 0.0)
+
+
+class _Means:
+    """What a path does both ways, in both at once, and in either."""
+
+    def __init__(self) -> None:
         self._any = _Mean()
         self._both = _Mean()
         self._each = (_Mean(), _Mean())
+
+    @property
+    def busy_s(self) -> float:
+        return self._any.seconds
+
+    def fade(self, kept: float) -> None:
+        for mean in (self._any, self._both, *self._each):
+            mean.add(0, 0.0, kept=kept)
+
+    def add(self, delta: _Delta) -> None:
+        self._any.add(sum(delta.moved), delta.busy_s, kept=1.0)
+        self._both.add(delta.both_bytes, delta.both_s, kept=1.0)
+        for mean, num_bytes, seconds in zip(self._each, delta.moved, delta.seconds, strict=True):
+            mean.add(num_bytes, seconds, kept=1.0)
+
+    def rate(self) -> float | None:
+        """Returns bytes/s of both directions together."""
+        both = self._both.rate()
+        if both is None or self._both.seconds <= _ENOUGH * self._any.seconds:
+            return self._any.rate()
+        each = [mean.rate() for mean in self._each]
+        return min(both, *(2 * rate for rate in each if rate is not None))
+
+
+class _Path:
+    """What one path was given and has done."""
+
+    def __init__(self, counters: Callable[[], Moved]) -> None:
+        self._counters = counters
+        self.submitted = [0, 0]  # to be read, to be written
+        self._seen: Moved | None = None
+        self._seen_s = 0.0
+        self._start = (0, 0)  # of the counters when the store was opened
+        self._steady_s = 0.0  # since it last ran dry
+        self._all = _Means()
+        self._steady = _Means()
 
     def queued(self) -> tuple[int, int]:
         if self._seen is None:
@@ -142,29 +200,23 @@ class _Path:
             max(self.submitted[1] - (self._seen.write_bytes - self._start[1]), 0),
         )
 
-    def look(self, memory_bytes: int) -> None:
-        now, before = self._counters(), self._seen
-        self._seen = now
+    def look(self, now_s: float, *, memory_bytes: int) -> None:
+        before, elapsed_s = self._seen, now_s - self._seen_s
+        self._seen, self._seen_s = self._counters(), now_s
         if before is None:
-            self._start = (now.read_bytes, now.write_bytes)
+            self._start = (self._seen.read_bytes, self._seen.write_bytes)
             return
-        moved = (now.read_bytes - before.read_bytes, now.write_bytes - before.write_bytes)
-        seconds = (
-            now.read_in_flight_s - before.read_in_flight_s,
-            now.write_in_flight_s - before.write_in_flight_s,
-        )
-        busy_s = now.in_flight_s - before.in_flight_s
-        kept = math.exp(-sum(moved) / memory_bytes - busy_s / _STALL_MEMORY_S)
-        self._any.add(sum(moved), busy_s, kept=kept)
-        both_s = max(sum(seconds) - busy_s, 0.0)
-        self._both.add(now.both_bytes - before.both_bytes, both_s, kept=kept)
-        for mean, num_bytes, in_flight_s in zip(self._each, moved, seconds, strict=True):
-            mean.add(num_bytes, in_flight_s, kept=kept)
+        delta = _Delta(before, self._seen)
+        kept = math.exp(-sum(delta.moved) / memory_bytes - delta.busy_s / _STALL_MEMORY_S)
+        for means in (self._all, self._steady):
+            means.fade(kept)
+        self._all.add(delta)
+        if self._steady_s >= _BURST_S:
+            self._steady.add(delta)
+        ran_dry = elapsed_s - delta.busy_s > _CLOCKS_DIFFER_S
+        self._steady_s = 0.0 if ran_dry else self._steady_s + elapsed_s
 
     def rate(self) -> float | None:
         """Returns bytes/s of both directions together."""
-        both = self._both.rate()
-        if both is None or self._both.seconds <= _ENOUGH_OF_BOTH * self._any.seconds:
-            return self._any.rate()
-        each = [mean.rate() for mean in self._each]
-        return min(both, *(2 * rate for rate in each if rate is not None))
+        is_steady = self._steady.busy_s > _ENOUGH * self._all.busy_s
+        return (self._steady if is_steady else self._all).rate()

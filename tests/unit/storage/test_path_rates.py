@@ -45,7 +45,10 @@ class Paths:
 
     def __init__(self, **options):
         self.paths = [Path(), Path()]
-        self.rates = PathRates([path.counters for path in self.paths], **options)
+        self.now_s = 100.0
+        self.rates = PathRates(
+            [path.counters for path in self.paths], clock_s=lambda: self.now_s, **options
+        )
         self.rates.note()
 
     def submit(self, path, *, read=0, write=0):
@@ -57,6 +60,7 @@ class Paths:
 
     def move(self, seconds, *rates):
         """Lets time pass while each path reads and writes so many bytes/s."""
+        self.now_s += seconds
         for path, each in zip(self.paths, rates, strict=True):
             path.move(seconds, each)
         self.rates.note()
@@ -103,9 +107,9 @@ def test_a_path_with_little_to_do_is_as_fast_as_while_it_had_some(paths):
 
 
 def test_a_full_duplex_path_that_only_reads_for_a_while_is_no_slower(paths):
-    paths.submit(0, read=10**10, write=40_000_000)
+    paths.submit(0, read=10**10, write=80_000_000)
 
-    for _ in range(8):
+    for _ in range(14):
         paths.move(0.02, (400e6, 400e6), (0, 0))
 
     assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(400e6)
@@ -148,6 +152,17 @@ def test_a_direction_that_comes_in_bursts_does_not_hide_the_one_that_is_always_b
         paths.move(0.01, both(200e6, 1000e6), (0, 0))
 
     assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6, rel=0.05)
+
+
+def test_what_a_path_catches_up_after_a_pause_does_not_count(paths):
+    """As where a throttle gives 200 MB/s each way, and a tenth of a second's bytes at once."""
+    for _ in range(4):
+        paths.submit(0, read=60_000_000, write=60_000_000)
+        paths.move(0.02, (1000e6, 1000e6), (0, 0))
+        for _ in range(20):
+            paths.move(0.02, (200e6, 200e6), (0, 0))
+
+    assert paths.rates.round_trip_bytes_per_s(0) == pytest.approx(200e6, rel=0.01)
 
 
 def test_a_new_rate_is_followed_within_a_second_of_work(paths):
