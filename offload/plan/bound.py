@@ -1,8 +1,9 @@
 """The least time that a step can take with a policy's bytes on a machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from offload.plan.link import LinkTraffic
 from offload.plan.machine import Machine
 from offload.plan.traffic import MicroStepTraffic, StepTraffic
 
@@ -34,6 +35,7 @@ def step_bound(
     overlap: str = "none",
     prefetched_bytes: int = 0,
     shares_cores: bool = True,
+    link: LinkTraffic | None = None,
 ) -> Bound:
     """Returns the bounds of a step, and of what an update adds to it.
 
@@ -48,95 +50,117 @@ def step_bound(
         prefetched_bytes: Q: records that are read in the first micro-step's backward, with
             `forward`.
         shares_cores: Whether the passes compute on the cores on which the update does.
+        link: Bytes over the link to a device; None where there is none.
     """
-    passes = tuple(
-        _passes_s(machine, moved, times)
-        for moved, times in zip(traffic.micro_steps, compute, strict=True)
-    )
-    passes_s = sum(forward_s + backward_s for forward_s, backward_s in passes)
-    if overlap == "none":
-        update_s = update_bound_s(machine, traffic, num_parameters=num_parameters)
-        return Bound(step_s=passes_s + update_s, update_s=update_s, passes=passes)
-    carried = _carried_by(
-        machine,
-        traffic,
-        compute,
-        overlap=overlap,
-        ahead_bytes=min(prefetched_bytes, traffic.update.state_bytes),
+    phases = [
+        each
+        for number, (moved, times) in enumerate(zip(traffic.micro_steps, compute, strict=True))
+        for each in _passes(moved, times, link=link, micro_step=number)
+    ]
+    alone_s = [phase.least_s(machine, shares_cores=shares_cores) for phase in phases]
+    update = _Phase(
         memory_s=machine.memory_s(
             num_parameters=num_parameters,
             read_bytes=traffic.update.read_bytes,
             write_bytes=traffic.update.write_bytes,
         ),
+        read_bytes=traffic.update.read_bytes,
+        write_bytes=traffic.update.write_bytes,
+        in_bytes=link.update_in_bytes if link else 0,
+    )
+    update_s = _added_s(
+        machine,
+        phases,
+        update,
+        overlap=overlap,
+        ahead_bytes=min(prefetched_bytes, traffic.update.state_bytes),
         shares_cores=shares_cores,
     )
-    return Bound(step_s=passes_s + carried, update_s=carried, passes=passes)
+    return Bound(
+        step_s=sum(alone_s) + update_s,
+        update_s=update_s,
+        passes=tuple(zip(alone_s[::2], alone_s[1::2], strict=True)),
+    )
 
 
-def _carried_by(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """What can happen at the same time in a stretch of a step."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    """Of passes over records."""
+    read_bytes: int = 0
+    write_bytes: int = 0
+    in_bytes: int = 0
+    """Over the link to the device."""
+    out_bytes: int = 0
+
+    def __add__(self, other: "_Phase") -> "_Phase":
+        return _Phase(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS}
+        )
+
+    def least_s(self, machine: Machine, *, shares_cores: bool) -> float:
+        """Returns the longest of what it has."""
+        on_cores_s = self.compute_s + self.memory_s
+        return max(
+            on_cores_s if shares_cores else max(self.compute_s, self.memory_s),
+            self.transfer_s(machine),
+            machine.link_s(in_bytes=self.in_bytes, out_bytes=self.out_bytes),
+        )
+
+    def transfer_s(self, machine: Machine) -> float:
+        return machine.transfer_s(read_bytes=self.read_bytes, write_bytes=self.write_bytes)
+
+
+_FIELDS = fields(_Phase)
+
+
+def _passes(
+    moved: MicroStepTraffic, times: ComputeTimes, *, link: LinkTraffic | None, micro_step: int
+) -> tuple[_Phase, _Phase]:
+    """Returns one micro-step's forward and backward."""
+    in_bytes, out_bytes = link.gradients_in(micro_step) if link else (0, 0)
+    forward = _Phase(
+        compute_s=times.forward_s,
+        read_bytes=moved.forward_read_bytes,
+        in_bytes=link.forward_in_bytes if link else 0,
+    )
+    backward = _Phase(
+        compute_s=times.backward_s,
+        read_bytes=moved.backward_read_bytes + moved.gradient_read_bytes,
+        write_bytes=moved.gradient_write_bytes,
+        in_bytes=in_bytes + (link.backward_in_bytes if link else 0),
+        out_bytes=out_bytes,
+    )
+    return forward, backward
+
+
+def _added_s(
     machine: Machine,
-    traffic: StepTraffic,
-    compute: Sequence[ComputeTimes],
+    phases: Sequence[_Phase],
+    update: _Phase,
     *,
     overlap: str,
     ahead_bytes: int,
-    memory_s: float,
     shares_cores: bool,
 ) -> float:
     """Returns what an update adds to the passes that it runs under."""
-    first, last, update = traffic.micro_steps[0], traffic.micro_steps[-1], traffic.update
-    forward_s, backward_s = compute[0].forward_s, compute[-1].backward_s
-    forward_bytes = first.forward_read_bytes
-    backward_bytes = last.backward_read_bytes + last.gradient_read_bytes
-    spilled_bytes = last.gradient_write_bytes
 
-    def phase_s(compute_s: float, read_bytes: int, write_bytes: int) -> float:
-        io_s = machine.transfer_s(
-            read_bytes=read_bytes + update.read_bytes - ahead_bytes,
-            write_bytes=write_bytes + update.write_bytes,
-        )
-        return max(io_s, compute_s + memory_s if shares_cores else max(compute_s, memory_s))
+    def least_s(*together: _Phase) -> float:
+        return sum(together, _Phase()).least_s(machine, shares_cores=shares_cores)
 
-    alone_forward_s = max(forward_s, machine.transfer_s(read_bytes=forward_bytes, write_bytes=0))
-    alone_backward_s = max(
-        backward_s, machine.transfer_s(read_bytes=backward_bytes, write_bytes=spilled_bytes)
-    )
+    forward, backward = phases[0], phases[-1]
+    if overlap == "none":
+        return least_s(update)
     if overlap == "backward":
-        return phase_s(backward_s, backward_bytes, spilled_bytes) - alone_backward_s
+        return least_s(backward, update) - least_s(backward)
     if overlap == "both":
-        both_s = phase_s(forward_s + backward_s, forward_bytes + backward_bytes, spilled_bytes)
-        return max(both_s - alone_forward_s - alone_backward_s, 0.0)
-    with_ahead_s = max(
-        compute[0].backward_s, _backward_io_s(machine, first, more_read_bytes=ahead_bytes)
-    )
-    without_s = max(compute[0].backward_s, _backward_io_s(machine, first))
-    return phase_s(forward_s, forward_bytes, 0) - alone_forward_s + with_ahead_s - without_s
-
-
-def update_bound_s(machine: Machine, traffic: StepTraffic, *, num_parameters: int) -> float:
-    """Returns T_update: storage or memory, whichever takes longer."""
-    update = traffic.update
-    return max(
-        machine.transfer_s(read_bytes=update.read_bytes, write_bytes=update.write_bytes),
-        machine.memory_s(
-            num_parameters=num_parameters,
-            read_bytes=update.read_bytes,
-            write_bytes=update.write_bytes,
-        ),
-    )
-
-
-def _passes_s(
-    machine: Machine, moved: MicroStepTraffic, times: ComputeTimes
-) -> tuple[float, float]:
-    """Returns the least times of one micro-step's forward and backward, without an update."""
-    forward_s = machine.transfer_s(read_bytes=moved.forward_read_bytes, write_bytes=0)
-    backward_s = _backward_io_s(machine, moved)
-    return max(times.forward_s, forward_s), max(times.backward_s, backward_s)
-
-
-def _backward_io_s(machine: Machine, moved: MicroStepTraffic, *, more_read_bytes: int = 0) -> float:
-    return machine.transfer_s(
-        read_bytes=moved.backward_read_bytes + moved.gradient_read_bytes + more_read_bytes,
-        write_bytes=moved.gradient_write_bytes,
-    )
+        return max(least_s(forward, backward, update) - least_s(forward) - least_s(backward), 0.0)
+    rest = replace(update, read_bytes=update.read_bytes - ahead_bytes)
+    # What is read ahead waits for whatever else the passes after that forward need.
+    others = sum(phases[1:], _Phase(read_bytes=ahead_bytes))
+    others_s = sum(least_s(phase) for phase in phases[1:])
+    ahead_s = max(others.transfer_s(machine) - others_s, 0.0)
+    return least_s(forward, rest) - least_s(forward) + ahead_s

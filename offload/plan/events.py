@@ -5,6 +5,7 @@ between two yields no simulated time passes.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeAlias
 
@@ -137,3 +138,28 @@ class Server:
         self.busy_s += duration_s
         self._clock.at(self._free_at_s, ticket.complete)
         return ticket
+
+
+class Places:
+    """So many places, given in the order asked."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: deque[Ticket] = deque()
+
+    def take(self) -> Ticket:
+        """Returns the ticket of having one."""
+        ticket = Ticket()
+        self._waiting.append(ticket)
+        self._serve()
+        return ticket
+
+    def give_back(self) -> None:
+        """Leaves one to whoever waits longest."""
+        self._num_free += 1
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._num_free and self._waiting:
+            self._num_free -= 1
+            self._waiting.popleft().complete()

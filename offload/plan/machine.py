@@ -48,6 +48,22 @@ class PathRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """What the way between host memory and a device's delivers, each direction by itself."""
+
+    in_bytes_per_s: float
+    """To the device."""
+    out_bytes_per_s: float
+    """From it."""
+    latency_s: float = 0.0
+    """Of each copy beside that; copies that follow each other wait for it once."""
+
+    def transfer_s(self, *, in_bytes: int, out_bytes: int) -> float:
+        """Returns the least time for the bytes, both ways at once, without latency."""
+        return max(in_bytes / self.in_bytes_per_s, out_bytes / self.out_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The rates of one machine."""
 
@@ -56,6 +72,8 @@ class Machine:
     """M: bytes read plus bytes written per second of a copy in memory."""
     update_parameters_per_s: float
     """The fused pass with all operands in memory."""
+    link: LinkRates | None = None
+    """To the device; None where it computes in host memory."""
 
     def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
         """Returns the least time over all paths with the best split of the bytes."""
@@ -65,6 +83,10 @@ class Machine:
             1.0 / path.transfer_s(read_bytes=read_bytes, write_bytes=write_bytes)
             for path in self.paths
         )
+
+    def link_s(self, *, in_bytes: int, out_bytes: int) -> float:
+        """Returns the least time for the bytes over the link; 0 where there is none."""
+        return self.link.transfer_s(in_bytes=in_bytes, out_bytes=out_bytes) if self.link else 0.0
 
     def memory_s(self, *, num_parameters: int, read_bytes: int, write_bytes: int) -> float:
         """Returns T_dram: the fused pass and the copies of the bytes moved."""
@@ -83,7 +105,8 @@ class Machine:
 
         Rates drift while a run goes on; a bound says what the machine can do.
         """
-        return Machine(
+        return replace(
+            self,
             paths=tuple(a.best_of(b) for a, b in zip(self.paths, other.paths, strict=True)),
             copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s),
             update_parameters_per_s=max(

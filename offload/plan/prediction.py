@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout
 from offload.plan.bound import ComputeTimes, step_bound
+from offload.plan.device import DevicePlan
 from offload.plan.gradients import spilled_sizes
 from offload.plan.host import HostPlan, Placement
+from offload.plan.link import LinkTraffic
 from offload.plan.machine import Machine
 from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, SimulatedStep, simulate
@@ -53,7 +55,10 @@ def predict_step(
     record_s: float = 0.0,
     tokens: int = 0,
     handed_over: Collection[str] = (),
+    kept: Collection[str] = (),
     shares_cores: bool = True,
+    link: LinkTraffic | None = None,
+    device: DevicePlan | None = None,
 ) -> Prediction:
     """Returns the times of a step in steady state.
 
@@ -68,7 +73,10 @@ def predict_step(
         record_s: Of an update, for each record, beside the fused pass.
         tokens: Of a step.
         handed_over: Names of the subgroups whose updates find their unit's slot.
+        kept: Names of the units that a backward finds in their slots, or does not ask for.
         shares_cores: Whether passes compute on the cores on which updates do.
+        link: Bytes of a step over the link to a device; None where there is none.
+        device: How the device's budget is cut; None where it has no memory of its own.
     """
     micro_steps = len(traffic.micro_steps)
     work = work_of(
@@ -80,12 +88,14 @@ def predict_step(
         other_s=other_s,
         record_s=record_s,
         spilled=spilled_sizes(layout, host.gradients) if host else None,
+        link=link,
         handed_over=handed_over,
+        kept=kept,
     )
     simulated = SimulatedMachine(rates=machine, shares_cores=shares_cores)
-    step = simulate(work, simulated, _policy(layout, host, choices))
+    step = simulate(work, simulated, _policy(layout, host, device, choices))
     bound_s = None
-    if machine.paths:
+    if machine.paths or machine.link:
         compute = ComputeTimes(
             forward_s=sum(each.forward_s for each in passes),
             backward_s=sum(each.backward_s for each in passes),
@@ -98,6 +108,7 @@ def predict_step(
             overlap=choices.overlap,
             prefetched_bytes=host.prefetched_bytes if host else 0,
             shares_cores=shares_cores,
+            link=link,
         ).step_s
     worn = wear(bytes_per_step=traffic.write_bytes, step_s=step.step_s, endurance_bytes=None)
     return Prediction(
@@ -108,14 +119,18 @@ def predict_step(
     )
 
 
-def _policy(layout: ModelLayout, host: HostPlan | None, choices: Choices) -> SimulatedPolicy:
+def _policy(
+    layout: ModelLayout, host: HostPlan | None, device: DevicePlan | None, choices: Choices
+) -> SimulatedPolicy:
+    slots = device or host
     return SimulatedPolicy(
         order=resolve_order(choices.order),
         striping=resolve_striping(choices.striping),
         window=window_of(host) if host else WindowSize(num_buffers=1),
         overlap=resolve_overlap(choices.overlap),
         updates_in_backward=choices.overlap in ("backward", "both"),
-        num_slots=(host.num_slots if host else 0) or len(layout.units),
+        num_slots=(slots.num_slots if slots else 0) or len(layout.units),
+        num_staged=host.num_slots if host and device and host.num_slots else None,
         prefetch_distance=choices.prefetch,
     )
 

@@ -72,6 +72,8 @@ class RunPlan:
     """Units of one weight each that no slot holds: they are computed in pieces."""
     handed_over: frozenset[str] = frozenset()
     """Subgroups that go from their update into the slot in which the next forward uses them."""
+    kept: frozenset[str] = frozenset()
+    """Names of the units that a backward finds in their slots, or does not ask for."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"
@@ -239,11 +241,6 @@ class RunPlan:
         if self.machine is not None:
             return self.machine.to_json()
         return None if self.profile is None else {"paths": [asdict(self.profile)]}
-
-    @property
-    def stores_anything(self) -> bool:
-        """Whether a step moves anything from or to storage."""
-        return self.traffic.read_bytes > 0 or self.traffic.write_bytes > 0
 
     @property
     def in_memory_bytes(self) -> int:

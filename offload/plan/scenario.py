@@ -6,7 +6,7 @@ from typing import Any
 
 from offload.config.scenario import Scenario, ScenarioMachine, ScenarioPath, ScenarioRun
 from offload.errors import PlanError
-from offload.plan.machine import Machine, PathRates
+from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.scenario_bound import least_step_s
 from offload.plan.simulation import SimulatedMachine, SimulatedStep, simulate
 from offload.plan.systems import SystemRun, system_run
@@ -212,19 +212,14 @@ def _simulated(
             tokens_to_hide_io=None,
             reasons=(str(error),),
         )
-    link = machine.link_bytes_per_s
-    simulated = SimulatedMachine(
-        rates=rates,
-        link_bytes_per_s=link * machine.gpus if link and machine.gpus else None,
-        shares_cores=machine.gpus == 0,
-    )
+    simulated = SimulatedMachine(rates=rates, shares_cores=machine.gpus == 0)
     step = simulate(system.work, simulated, system.make_policy())
     return SimulatedRun(
         run=run,
         machine=rates,
         system=system,
         step=step,
-        bound_s=least_step_s(system, rates, step),
+        bound_s=least_step_s(system, rates, step, shares_cores=machine.gpus == 0),
         tokens_to_hide_io=_tokens_to_hide_io(run, system, rates, step),
         reasons=tuple(_reasons(machine, run, system)),
         like_step_s=like.step_s if like else None,
@@ -244,7 +239,16 @@ def node_rates(machine: ScenarioMachine, run: ScenarioRun) -> Machine:
         ),
         copy_bytes_per_s=machine.copy_bytes_per_s,
         update_parameters_per_s=machine.update_parameters_per_s,
+        link=_link_rates(machine),
     )
+
+
+def _link_rates(machine: ScenarioMachine) -> LinkRates | None:
+    """Returns those of all devices together."""
+    if not machine.gpus or machine.link_bytes_per_s is None:
+        return None
+    rate = machine.link_bytes_per_s * machine.gpus
+    return LinkRates(in_bytes_per_s=rate, out_bytes_per_s=rate)
 
 
 def _path_rates(path: ScenarioPath, nodes: int) -> PathRates:

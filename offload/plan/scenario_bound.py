@@ -1,50 +1,82 @@
 """The least time of a simulated step: its bytes and its compute at the machine's rates."""
 
+from offload.plan.bound import ComputeTimes, step_bound
 from offload.plan.machine import Machine
 from offload.plan.simulation import SimulatedStep
 from offload.plan.systems import SystemRun
+from offload.plan.traffic import MicroStepTraffic, StepTraffic, UpdateTraffic
 
 
-def least_step_s(system: SystemRun, rates: Machine, step: SimulatedStep) -> float:
-    """Returns the sum over phases of the longer of compute and transfers in each.
+def least_step_s(
+    system: SystemRun, rates: Machine, step: SimulatedStep, *, shares_cores: bool
+) -> float:
+    """Returns the bound of a step that moved the bytes of `step`.
 
-    The phases that carry the update under the policy's overlap take its bytes and its kernels too.
+    Args:
+        system: What was simulated.
+        rates: Of one node.
+        step: The simulated step.
+        shares_cores: Whether passes compute on the cores on which updates do.
     """
-    work = system.work
-    passes = [
-        sum(unit.forward_s for unit in work.units),
-        sum(unit.backward_s for unit in work.units),
-    ] * work.micro_steps
-    pieces = sum(piece.num_bytes for record in work.records for piece in record.pieces)
-    fetched = pieces + sum(unit.frozen_bytes for unit in work.units)
-    spilled = sum(record.spilled_bytes for record in work.records)
-    reads = [fetched + (spilled if place % 2 and place > 1 else 0) for place in range(len(passes))]
-    writes = [spilled * (place % 2) for place in range(len(passes))]
-    update_reads = step.read_bytes - sum(reads)
-    update_writes = step.write_bytes - sum(writes)
-    kernels_s = system.layout.trainable_elements / rates.update_parameters_per_s
-
-    def phase_s(compute_s: float, read_bytes: int, write_bytes: int) -> float:
-        moving_s = rates.transfer_s(read_bytes=read_bytes, write_bytes=write_bytes)
-        return max(compute_s, moving_s)
-
-    carriers = {"forward": [0], "backward": [-1], "both": [-1, 0]}.get(system.policy["overlap"], [])
-    plain = [
-        phase_s(compute_s, reads[place], writes[place])
-        for place, compute_s in enumerate(passes)
-        if place not in carriers and place - len(passes) not in carriers
-    ]
-    carried = phase_s(
-        max(sum(passes[place] for place in carriers), kernels_s),
-        sum(reads[place] for place in carriers) + update_reads,
-        sum(writes[place] for place in carriers) + update_writes,
+    units, overlap = system.work.units, system.policy["overlap"]
+    compute = ComputeTimes(
+        forward_s=sum(unit.forward_s for unit in units),
+        backward_s=sum(unit.backward_s for unit in units),
     )
-    prefetched_s = _prefetched_s(system, rates) if carriers == [0] else 0.0
-    return sum(plain) + max(carried - prefetched_s, 0.0) + work.other_s
+    bound = step_bound(
+        rates,
+        _traffic(system, step),
+        num_parameters=system.layout.trainable_elements,
+        compute=[compute] * system.work.micro_steps,
+        overlap=overlap,
+        prefetched_bytes=_most_read_ahead(system) if overlap == "forward" else 0,
+        shares_cores=shares_cores,
+        link=system.link,
+    )
+    return bound.step_s + system.work.other_s
 
 
-def _prefetched_s(system: SystemRun, rates: Machine) -> float:
-    """The most that reading ahead during the backward before can take off the next forward."""
+def _traffic(system: SystemRun, step: SimulatedStep) -> StepTraffic:
+    """Returns the bytes of the step: those of passes from the work, the rest is the update's."""
+    work = system.work
+    pieces = [piece for record in work.records for piece in record.pieces]
+    stored = sum(p.num_bytes for p in pieces) + sum(unit.frozen_bytes for unit in work.units)
+    kept = {number for number, unit in enumerate(work.units) if unit.is_kept}
+    kept_bytes = sum(p.num_bytes for p in pieces if p.unit in kept)
+    kept_bytes += sum(work.units[number].frozen_bytes for number in kept)
+    handed_over = sum(piece.num_bytes for piece in pieces if piece.is_handed_over)
+    spilled = sum(record.spilled_bytes for record in work.records)
+    micro_steps = tuple(
+        MicroStepTraffic(
+            forward_read_bytes=stored - (0 if number else handed_over),
+            backward_read_bytes=stored - kept_bytes,
+            gradient_read_bytes=spilled if number else 0,
+            gradient_write_bytes=spilled,
+        )
+        for number in range(work.micro_steps)
+    )
+    written = sum(piece.num_bytes for piece in pieces)
+    in_passes = StepTraffic(
+        micro_steps=micro_steps,
+        update=UpdateTraffic(
+            state_bytes=0,
+            parameter_read_bytes=0,
+            parameter_write_bytes=written,
+            gradient_read_bytes=spilled,
+        ),
+    )
+    state = max(step.write_bytes - in_passes.write_bytes, 0)
+    return StepTraffic(
+        micro_steps=micro_steps,
+        update=UpdateTraffic(
+            state_bytes=state,
+            parameter_read_bytes=max(step.read_bytes - in_passes.read_bytes - state, 0),
+            parameter_write_bytes=written,
+            gradient_read_bytes=spilled,
+        ),
+    )
+
+
+def _most_read_ahead(system: SystemRun) -> int:
     record_bytes = max(record.state_bytes for record in system.work.records)
-    window = system.make_policy().window.num_buffers * record_bytes
-    return rates.transfer_s(read_bytes=window, write_bytes=0)
+    return system.make_policy().window.num_buffers * record_bytes

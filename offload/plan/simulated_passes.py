@@ -1,13 +1,16 @@
 """Forward and backward passes in simulated time: fetches ahead of use, links, compute."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from offload.plan.events import EventClock, Process, Server, Ticket
+from offload.plan.events import EventClock, Places, Process, Server, Ticket, Wait, all_of
+from offload.plan.machine import LinkRates
 from offload.plan.simulated_path import Urgency
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.simulated_update import piece_key, spill_key
-from offload.plan.work import StepWork
+from offload.plan.work import StepWork, UnitWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +45,33 @@ def uses_of(work: StepWork) -> list[Use]:
 class Link:
     """Copies between host and device, each direction by itself."""
 
-    def __init__(self, clock: EventClock, bytes_per_s: float | None) -> None:
+    def __init__(self, clock: EventClock, rates: LinkRates | None) -> None:
+        self._clock = clock
+        self._rates = rates
         self._up = Server(clock)
         self._down = Server(clock)
-        self._bytes_per_s = bytes_per_s
 
     def up(self, num_bytes: int) -> Ticket:
         """Starts copying to the device; at once done where there is no link."""
-        return self._copy(self._up, num_bytes)
+        rate = self._rates.in_bytes_per_s if self._rates else math.inf
+        return self._copy(self._up, num_bytes / rate)
 
     def down(self, num_bytes: int) -> Ticket:
         """Starts copying from the device."""
-        return self._copy(self._down, num_bytes)
+        rate = self._rates.out_bytes_per_s if self._rates else math.inf
+        return self._copy(self._down, num_bytes / rate)
 
-    def _copy(self, server: Server, num_bytes: int) -> Ticket:
-        return server.serve(num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0)
+    def _copy(self, server: Server, duration_s: float) -> Ticket:
+        if self._rates is None or not duration_s:
+            return all_of(())
+        copied, latency_s = server.serve(duration_s), self._rates.latency_s
+        return self._clock.spawn(self._late(copied, latency_s)) if latency_s else copied
+
+    def _late(self, copied: Ticket, latency_s: float) -> Process:
+        yield copied
+        late = Ticket()
+        self._clock.at(self._clock.now_s + latency_s, late.complete)
+        yield late
 
 
 class SimulatedPasses:
@@ -72,6 +87,8 @@ class SimulatedPasses:
         prefetch_distance: int,
         compute: Server,
         link: Link,
+        update_io_wait_s: Callable[[], float],
+        num_staged: int | None = None,
     ) -> None:
         """Stores its arguments.
 
@@ -83,6 +100,8 @@ class SimulatedPasses:
             prefetch_distance: How far ahead of its use a unit is fetched.
             compute: Runs the passes.
             link: To the device.
+            update_io_wait_s: Gives the time for which updates waited for storage.
+            num_staged: Units on their way through host memory at one time; None: any number.
         """
         self._clock = clock
         self._store = store
@@ -91,6 +110,11 @@ class SimulatedPasses:
         self._distance = prefetch_distance
         self._compute = compute
         self._link = link
+        self._update_io_wait_s = update_io_wait_s
+        self._staging = Places(len(uses_of(work)) if num_staged is None else num_staged)
+        self._leaving: deque[tuple[Ticket, int]] = deque()
+        """Gradients on their way to the host, and their bytes."""
+        self._most_leaving_bytes = max((u.gradient_link_bytes for u in work.units), default=0)
         self._keys: list[list[str]] = [[] for _ in work.units]
         # Of a forward under which updates run: what comes from them is not read.
         self._read_keys: list[list[str]] = [[] for _ in work.units]
@@ -109,9 +133,9 @@ class SimulatedPasses:
             first_unit = min(piece.unit for piece in record.pieces)
             self._last_of.setdefault(first_unit, []).append(index)
         self.io_wait_s = 0.0
-        """For storage, and for updates that run under the passes."""
+        """For storage and the link, in passes and in updates that they wait for."""
         self.update_wait_s = 0.0
-        """Contained in it: for those updates."""
+        """For updates that run under the passes."""
 
     def place(self) -> None:
         """Says where parameters lie that no update writes."""
@@ -133,6 +157,7 @@ class SimulatedPasses:
         first: int,
         fetched: dict[int, Fetch],
         may_fetch: Callable[[Use], Ticket],
+        on_need: Callable[[Use], None],
         on_backward: Callable[[Use, Ticket], None],
     ) -> Process:
         """Runs a stretch of a step's uses.
@@ -142,6 +167,7 @@ class SimulatedPasses:
             first: Where the stretch begins; it ends with the pass that this use belongs to.
             fetched: Fetches under way, by position; those beyond the stretch stay in it.
             may_fetch: Gives what the fetch of a use waits for.
+            on_need: Called with a use whose fetch waits for an update.
             on_backward: Called after each unit's backward, with the ticket of its gradients'
                 way to the host.
         """
@@ -152,20 +178,49 @@ class SimulatedPasses:
             if (use.micro_step, use.is_backward) != kind:
                 return
             self._fetch(position, uses, fetched, may_fetch, Urgency.NEEDED)
-            for later in range(position + 1, min(position + self._num_slots, len(uses))):
-                if later > position + self._distance and not self._comes_from_update(uses[later]):
-                    break
-                self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
-            fetch, asked_s = fetched.pop(position), self._clock.now_s
-            yield fetch.allowed
-            self.update_wait_s += self._clock.now_s - asked_s
-            yield fetch.done
-            self.io_wait_s += self._clock.now_s - asked_s
+            self._fetch_ahead(position, uses, fetched, may_fetch)
+            fetch = fetched.pop(position)
+            if not fetch.allowed.is_done:
+                on_need(use)
+            yield from self.wait_for_update(fetch.allowed)
+            yield from self._wait_for_io(fetch.done)
             unit = self._work.units[use.unit]
             yield self._compute.serve(unit.backward_s if use.is_backward else unit.forward_s)
             if use.is_backward:
-                on_backward(use, self._link.down(unit.gradient_link_bytes))
+                down = yield from self._send_gradients(unit, is_first=use.micro_step == 0)
+                on_backward(use, down)
             position += 1
+
+    def wait_for_update(self, ticket: Ticket) -> Process:
+        """Waits for updates that run under the passes."""
+        asked_s, io_wait_s = self._clock.now_s, self._update_io_wait_s()
+        yield ticket
+        waited_s = self._clock.now_s - asked_s
+        self.update_wait_s += waited_s
+        self.io_wait_s += min(self._update_io_wait_s() - io_wait_s, waited_s)
+
+    def settle(self) -> Process:
+        """Waits until all gradients are on the host."""
+        yield from self._wait_for_io(all_of([down for down, _ in self._leaving]))
+        self._leaving.clear()
+
+    def _wait_for_io(self, ticket: Ticket) -> Process:
+        asked_s = self._clock.now_s
+        yield ticket
+        self.io_wait_s += self._clock.now_s - asked_s
+
+    def _send_gradients(self, unit: UnitWork, *, is_first: bool) -> Generator[Wait, None, Ticket]:
+        """Starts copying a unit's gradients to the host, no more than the largest unit's ahead."""
+        num_bytes = unit.gradient_link_bytes if is_first else unit.later_gradient_link_bytes
+        if not is_first:  # the sum so far is brought for that
+            yield from self._wait_for_io(self._link.up(num_bytes))
+        leaving = self._leaving
+        while leaving and sum(n for _, n in leaving) + num_bytes > self._most_leaving_bytes:
+            oldest, _ = leaving.popleft()
+            yield from self._wait_for_io(oldest)
+        down = self._link.down(num_bytes)
+        leaving.append((down, num_bytes))
+        return down
 
     def spill(self, index: int) -> list[Ticket]:
         """Starts writing the gradients of a record."""
@@ -180,6 +235,22 @@ class SimulatedPasses:
     def _comes_from_update(self, use: Use) -> bool:
         is_under_update = use.micro_step == 0 and not use.is_backward
         return is_under_update and self._is_handed_over[use.unit]
+
+    def _fetch_ahead(
+        self,
+        position: int,
+        uses: Sequence[Use],
+        fetched: dict[int, Fetch],
+        may_fetch: Callable[[Use], Ticket],
+    ) -> None:
+        """Starts fetching what the rest of a micro-step uses, as far as slots allow."""
+        for later in range(position + 1, min(position + self._num_slots, len(uses))):
+            use = uses[later]
+            if use.micro_step != uses[position].micro_step:
+                return  # what a pass of the trainer's ends with leaves its slots
+            if later > position + self._distance and not self._comes_from_update(use):
+                return
+            self._fetch(later, uses, fetched, may_fetch, Urgency.PREFETCH)
 
     def _fetch(
         self,
@@ -196,7 +267,12 @@ class SimulatedPasses:
             fetched[position] = Fetch(allowed=allowed, done=done)
 
     def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
+        unit = self._work.units[use.unit]
+        if use.is_backward and unit.is_kept:
+            return
+        yield self._staging.take()
         yield allowed
         keys = self._read_keys if self._comes_from_update(use) else self._keys
         yield [t for key in keys[use.unit] for t in self._store.read(key, urgency)]
-        yield self._link.up(self._work.units[use.unit].link_bytes)
+        yield self._link.up(unit.link_bytes)
+        self._staging.give_back()

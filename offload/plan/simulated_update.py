@@ -1,15 +1,20 @@
 """The update phase in simulated time: the window, the cache and the order of the engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket, all_of, any_of
 from offload.plan.host import HostPlan
 from offload.plan.reading_order import ReadingOrder
+from offload.plan.simulated_path import Urgency
+from offload.plan.simulated_pending import PendingUpdate
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.window import is_left_for_reads
 from offload.plan.work import Piece, RecordWork, StepWork
-from offload.policy import Order
+
+_URGENCY = Urgency.WRITE_BACK
+"""Of reads too: fetches of units come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,6 @@ class SimulatedUpdate:
         work: StepWork,
         *,
         window: WindowSize,
-        order: Order,
         kernels: Server,
         kernel_s: Callable[[RecordWork, int], float],
     ) -> None:
@@ -70,7 +74,6 @@ class SimulatedUpdate:
             store: Where state and parameters lie.
             work: What is updated.
             window: Room for records.
-            order: The policy.
             kernels: Runs the fused pass.
             kernel_s: Time of the pass over a record of which so many bytes are moved.
         """
@@ -78,16 +81,31 @@ class SimulatedUpdate:
         self._store = store
         self._records = work.records
         self._window = window
-        self._order = order
         self._kernels = kernels
         self._kernel_s = kernel_s
         self._cached: set[int] = set()
         self._free_states = window.num_buffers + window.num_cached
         self._num_places = window.num_places or window.num_buffers + window.num_cached
         self._free_places = self._num_places
-        self._num_reading = 0
-        self._num_writing = 0
-        self.io_wait_s = 0.0
+        self._ahead: list[_InFlight] = []
+        self._io_wait_s = 0.0
+        self._waiting_since_s: float | None = None
+
+    @property
+    def io_wait_s(self) -> float:
+        """Time in which there was nothing to do but wait for storage, up to now."""
+        since_s = self._waiting_since_s
+        return self._io_wait_s + (0.0 if since_s is None else self._clock.now_s - since_s)
+
+    @property
+    def cached(self) -> AbstractSet[int]:
+        """Records whose state is in memory."""
+        return self._cached
+
+    @property
+    def num_free(self) -> int:
+        """Records for which there is room, those that are cached left aside."""
+        return min(self._free_places, self._free_states)
 
     def place(self) -> None:
         """Says where everything lies before the first step."""
@@ -98,66 +116,92 @@ class SimulatedUpdate:
                 if piece.num_bytes:
                     self._store.place(piece_key(index, piece), piece.num_bytes)
 
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Starts reading the state of records whose update is not asked for yet, as room allows."""
+        for index in indices:
+            current = self._try_lease(index) if self._records[index].state_bytes else None
+            if current is not None:
+                current.moved = all_of(self._read_state(current))
+                self._ahead.append(current)
+
     def run(
         self,
-        step: int,
+        sequence: Sequence[int],
         *,
-        ready: Callable[[int], Ticket],
-        on_updated: Callable[[int], None],
-        sequence: Sequence[int] | None = None,
+        pending: PendingUpdate,
+        kept: Container[int],
+        may_read: Callable[[int], Ticket] | None = None,
+        is_free: bool = False,
     ) -> Process:
-        """Updates every record once.
+        """Updates records, each once.
 
         Args:
-            step: From 1; what the order depends on.
-            ready: Gives what the pass over a record waits for, beside its bytes.
-            on_updated: Called with a record when its pass is over.
-            sequence: Instead of the order's, where a pass of the model sets it.
+            sequence: In the order in which they are read.
+            pending: Is told of each, and says when its pass may begin.
+            kept: Those whose state stays in memory.
+            may_read: Gives what the reads of a record wait for; None: nothing.
+            is_free: Whether a record that is in memory may wait for others.
         """
-        count = len(self._records)
-        kept = self._order.kept(count, self._window.num_cached, step)
-        is_free = sequence is None and self._window.max_in_flight is None
-        waiting = ReadingOrder(self._order.sequence(count, step) if sequence is None else sequence)
-        reading: list[_InFlight] = []
+        waiting = ReadingOrder(sequence)
+        reading = self._take_over(waiting, pending)
         writing: list[_InFlight] = []
+        is_free = is_free and self._window.max_in_flight is None
         while waiting or reading or writing:
-            writing = [current for current in writing if not current.moved.is_done]
-            self._read_ahead(waiting, reading, ready, is_free=is_free)
-            current = self._next(reading, ready)
+            writing = _unfinished(writing)
+            self._read_ahead(waiting, reading, pending, may_read, is_free=is_free)
+            current = self._next(reading, pending)
             if current is not None:
                 yield self._kernels.serve(self._pass_s(current))
                 reading.remove(current)
-                on_updated(current.index)
-                while self._is_full(self._num_writing):
-                    yield any_of([each.moved for each in writing])
-                    writing = [each for each in writing if not each.moved.is_done]
-                self._start_write(current, is_kept=current.index in kept)
+                pending.on_computed(current.index)
+                while self._is_full(writing):
+                    yield any_of([each.moved for each in _unfinished(writing)])
+                self._start_write(current, pending=pending, is_kept=current.index in kept)
                 writing.append(current)
-            elif reading or writing:
-                asked_s = self._clock.now_s
-                is_waiting_for_bytes = any(not each.moved.is_done for each in reading)
-                yield any_of(
-                    [each.moved for each in (*reading, *writing) if not each.moved.is_done]
-                    + [gate for each in reading if not (gate := ready(each.index)).is_done]
-                )
-                if is_waiting_for_bytes or not reading:
-                    self.io_wait_s += self._clock.now_s - asked_s
-            elif waiting:
-                raise ValueError("expected a window of at least one buffer, found none")
+            elif waiting or reading or writing:
+                yield from self._wait(waiting, reading, writing, pending, may_read)
 
-    def _next(
-        self, reading: Sequence[_InFlight], ready: Callable[[int], Ticket]
-    ) -> _InFlight | None:
+    def _take_over(self, waiting: ReadingOrder[int], pending: PendingUpdate) -> list[_InFlight]:
+        """Goes on with what was read ahead."""
+        reading, self._ahead = self._ahead, []
+        for current in reading:
+            waiting.take(current.index)
+            pending.on_taken(current.index)
+            current.moved = all_of([current.moved, *self._reads_beside_state(current)])
+        return reading
+
+    def _wait(
+        self,
+        waiting: ReadingOrder[int],
+        reading: Sequence[_InFlight],
+        writing: Sequence[_InFlight],
+        pending: PendingUpdate,
+        may_read: Callable[[int], Ticket] | None,
+    ) -> Process:
+        """Waits until there may be something to do."""
+        moving = [each.moved for each in (*_unfinished(reading), *_unfinished(writing))]
+        next_index = waiting.peek()
+        gates = [pending.may_begin(each.index) for each in reading]
+        gates += [may_read(next_index)] if may_read and next_index is not None else []
+        tickets = moving + [gate for gate in gates if not gate.is_done]
+        if not tickets:
+            raise ValueError("expected a window of at least one buffer, found none")
+        if _unfinished(reading) or (moving and not reading):
+            self._waiting_since_s = self._clock.now_s
+        yield any_of(tickets)
+        self._io_wait_s, self._waiting_since_s = self.io_wait_s, None
+
+    def _next(self, reading: Sequence[_InFlight], pending: PendingUpdate) -> _InFlight | None:
         """Returns the first record whose pass can run; a baseline takes them in order."""
         candidates = reading if self._window.max_in_flight is None else reading[:1]
         for current in candidates:
-            if current.moved.is_done and ready(current.index).is_done:
+            if current.moved.is_done and pending.may_begin(current.index).is_done:
                 return current
         return None
 
-    def _is_full(self, num_records: int) -> bool:
+    def _is_full(self, in_flight: Sequence[_InFlight]) -> bool:
         most = self._window.max_in_flight
-        return most is not None and num_records >= most
+        return most is not None and len(_unfinished(in_flight)) >= most
 
     def _pass_s(self, current: _InFlight) -> float:
         record = self._records[current.index]
@@ -171,18 +215,15 @@ class SimulatedUpdate:
         self,
         waiting: ReadingOrder[int],
         reading: list[_InFlight],
-        ready: Callable[[int], Ticket],
+        pending: PendingUpdate,
+        may_read: Callable[[int], Ticket] | None,
         *,
         is_free: bool,
     ) -> None:
-        """Starts reading the next records while there is room for them.
-
-        Args:
-            is_free: Whether one that is in memory may wait: no pass or baseline sets the order.
-        """
-        while not self._is_full(self._num_reading):
+        """Starts reading the next records while there is room for them."""
+        while not self._is_full(reading):
             index = self._next_read(waiting) if is_free else waiting.peek()
-            if index is None:
+            if index is None or (may_read is not None and not may_read(index).is_done):
                 return
             current = self._try_lease(index)
             if current is None:
@@ -190,10 +231,10 @@ class SimulatedUpdate:
             if reading and not current.holds_place:
                 return  # all is resident: there is nothing to read ahead
             waiting.take(index)
+            pending.on_taken(index)
             reading.append(current)
-            self._num_reading += 1
-            current.moved = all_of(self._reads(current, ready))
-            current.moved.on_done(self._on_read)
+            reads = [] if current.is_hit else self._read_state(current)
+            current.moved = all_of([*reads, *self._reads_beside_state(current)])
 
     def _next_read(self, waiting: ReadingOrder[int]) -> int | None:
         """Returns what is read next: what is in memory must not keep reads waiting."""
@@ -220,23 +261,17 @@ class SimulatedUpdate:
             holds_place=is_stored,
         )
 
-    def _reads(self, current: _InFlight, ready: Callable[[int], Ticket]) -> list[Ticket]:
-        index, record, store = current.index, self._records[current.index], self._store
-        tickets: list[Ticket] = []
-        if record.state_bytes and not current.is_hit:
-            tickets += store.read(_state_key(index))
-        for piece in record.pieces:
-            if piece.is_read and piece.num_bytes:
-                tickets += store.read(piece_key(index, piece))
-        if record.spilled_bytes:
-            tickets.append(self._clock.spawn(self._read_gradients(index, ready(index))))
-        return tickets
+    def _read_state(self, current: _InFlight) -> list[Ticket]:
+        is_stored = bool(self._records[current.index].state_bytes)
+        return self._store.read(_state_key(current.index), _URGENCY) if is_stored else []
 
-    def _read_gradients(self, index: int, complete: Ticket) -> Process:
-        yield complete  # until then they are not all there
-        yield self._store.read(spill_key(index))
+    def _reads_beside_state(self, current: _InFlight) -> list[Ticket]:
+        index, record = current.index, self._records[current.index]
+        keys = [piece_key(index, p) for p in record.pieces if p.is_read and p.num_bytes]
+        keys += [spill_key(index)] if record.spilled_bytes else []
+        return [ticket for key in keys for ticket in self._store.read(key, _URGENCY)]
 
-    def _start_write(self, current: _InFlight, *, is_kept: bool) -> None:
+    def _start_write(self, current: _InFlight, *, pending: PendingUpdate, is_kept: bool) -> None:
         record, index = self._records[current.index], current.index
         tickets: list[Ticket] = []
         if is_kept and current.holds_state:
@@ -247,17 +282,18 @@ class SimulatedUpdate:
         for piece in record.pieces:
             if piece.num_bytes:
                 tickets += self._store.write(piece_key(index, piece), piece.num_bytes)
-        self._num_writing += 1
         current.moved = all_of(tickets)
-        current.moved.on_done(lambda: self._on_written(current))
+        current.moved.on_done(lambda: self._release(current))
+        current.moved.on_done(lambda: pending.on_written(index))
 
-    def _on_read(self) -> None:
-        self._num_reading -= 1
-
-    def _on_written(self, current: _InFlight) -> None:
-        self._num_writing -= 1
+    def _release(self, current: _InFlight) -> None:
         self._free_states += current.holds_state
         self._free_places += current.holds_place
+
+
+def _unfinished(in_flight: Sequence[_InFlight]) -> list[_InFlight]:
+    """Returns those whose transfers are not done."""
+    return [current for current in in_flight if not current.moved.is_done]
 
 
 def piece_key(index: int, piece: Piece) -> str:

@@ -7,6 +7,7 @@ from offload.plan.events import EventClock, Process, Server, Ticket
 from offload.plan.machine import Machine
 from offload.plan.simulated_passes import Fetch, Link, SimulatedPasses, Use, uses_of
 from offload.plan.simulated_path import Direction, SimulatedPath
+from offload.plan.simulated_pending import PendingUpdate
 from offload.plan.simulated_store import SimulatedStore
 from offload.plan.simulated_update import SimulatedUpdate, WindowSize
 from offload.plan.work import RecordWork, StepWork
@@ -24,8 +25,6 @@ class SimulatedMachine:
     """The rates of a machine and what of it works at the same time."""
 
     rates: Machine
-    link_bytes_per_s: float | None = None
-    """To the device, each way; None: the device computes in host memory."""
     shares_cores: bool = True
     """Whether passes and kernels run on the same cores, one after the other."""
 
@@ -42,6 +41,8 @@ class SimulatedPolicy:
     updates_in_backward: bool = False
     """Whether an update runs as soon as its gradients are complete."""
     num_slots: int = 1
+    num_staged: int | None = None
+    """Units on their way from storage to a device at one time; None: any number."""
     prefetch_distance: int = 0
     block_bytes: int = MIB
 
@@ -57,7 +58,7 @@ class SimulatedStep:
     """What of the update is exposed: waits of passes for it are here, and not in theirs."""
     other_s: float
     exposed_io_s: float
-    """Time in which passes, and exposed updates, wait for storage."""
+    """Time in which passes, and exposed updates, wait for storage or the link."""
     read_bytes: int
     write_bytes: int
     path_bytes: tuple[int, ...]
@@ -97,6 +98,7 @@ class _Simulation:
             block_bytes=policy.block_bytes,
         )
         self._cores = Server(clock)
+        self._link = Link(clock, rates.link)
 
         def kernel_s(record: RecordWork, moved_bytes: int) -> float:
             return (
@@ -110,7 +112,6 @@ class _Simulation:
             self._store,
             work,
             window=policy.window,
-            order=policy.order,
             kernels=self._cores,
             kernel_s=kernel_s,
         )
@@ -121,17 +122,12 @@ class _Simulation:
             num_slots=policy.num_slots,
             prefetch_distance=policy.prefetch_distance,
             compute=self._cores if machine.shares_cores else Server(clock),
-            link=Link(clock, machine.link_bytes_per_s),
+            link=self._link,
+            update_io_wait_s=lambda: self._update.io_wait_s,
+            num_staged=policy.num_staged,
         )
-        self._records_of: list[list[int]] = [[] for _ in work.units]
-        for index, record in enumerate(work.records):
-            for piece in record.pieces:
-                self._records_of[piece.unit].append(index)
-        self._updated = [_happened() for _ in work.records]
-        self._slotted: list[Ticket] = []
-        """Of each unit, when it has a slot in the forward that the pending update runs under."""
-        self._pending = _happened()
-        """The update of the step before, where it runs under the next forward."""
+        self._pending: PendingUpdate | None = None
+        """The update of the step before, and what of it the passes wait for."""
         self._marks: list[_Marks] = []
 
     def run(self) -> SimulatedStep:
@@ -151,22 +147,22 @@ class _Simulation:
         before = self._counters()
         fetched: dict[int, Fetch] = {}
         complete = [Ticket() for _ in self._work.records]
-        stepped = Ticket()
         spills: list[Ticket] = []
-        update: Ticket | None = None
-        position = 0
-        while position < len(uses):
+        pending = PendingUpdate(self._work, copy_up=self._link.up)
+        early = _happened()
+        for position in range(0, len(uses), len(self._work.units)):
             use, began_s = uses[position], clock.now_s
             before_s = self._passes.update_wait_s
-            is_last = use.micro_step == self._work.micro_steps - 1
-            overlaps = policy.overlap is not None or policy.updates_in_backward
-            if is_last and use.is_backward and overlaps:
-                update = self._begin_update(step, complete, stepped)
+            if use.is_backward:
+                yield from self._before_gradients(step, use)
+                if policy.updates_in_backward and use.micro_step == self._work.micro_steps - 1:
+                    early = clock.spawn(self._update_early(step, pending, complete))
             yield from self._passes.run(
                 uses,
                 first=position,
                 fetched=fetched,
                 may_fetch=self._may_fetch,
+                on_need=self._on_need,
                 on_backward=lambda use, down: self._on_backward(use, down, complete, spills),
             )
             yield spills  # a record's gradients have left memory when the pass ends
@@ -176,91 +172,99 @@ class _Simulation:
                 marks.backward_s += pass_s
             else:
                 marks.forward_s += pass_s
-            position += len(self._work.units)
         began_s = clock.now_s
+        yield from self._passes.settle()
         yield self._cores.serve(self._work.other_s)
         marks.other_s = clock.now_s - began_s
-        stepped.complete()
         waited_s = self._update.io_wait_s
-        if update is None:
-            update = self._begin_update(step, complete, stepped)
-        if policy.overlap is not None:
-            self._pending = update
-        else:
-            yield update
-        marks.end_s = clock.now_s
-        marks.io_wait_s = self._passes.io_wait_s - before.passes_wait_s
+        yield early
+        self._clock.spawn(self._update_rest(step, pending))
+        self._pending = pending
         if policy.overlap is None:
-            marks.io_wait_s += self._update.io_wait_s - waited_s
+            yield [pending.over, pending.all_here()]
+        marks.end_s = clock.now_s
+        self._note(marks, before, update_wait_s=self._update.io_wait_s - waited_s)
+
+    def _note(self, marks: _Marks, before: "_Counters", *, update_wait_s: float) -> None:
+        """Adds what was counted in a step.
+
+        Args:
+            marks: Of the step.
+            before: The counters when it began.
+            update_wait_s: For which the thread that trains saw updates wait for storage.
+        """
         after = self._counters()
+        marks.io_wait_s = after.passes_wait_s - before.passes_wait_s + update_wait_s
         marks.read_bytes = after.read_bytes - before.read_bytes
         marks.write_bytes = after.write_bytes - before.write_bytes
         marks.path_bytes = [b - a for a, b in zip(before.path_bytes, after.path_bytes, strict=True)]
         self._marks.append(marks)
 
-    def _begin_update(self, step: int, complete: Sequence[Ticket], stepped: Ticket) -> Ticket:
-        """Starts the step's update: what it reads comes now, passes over it when they may.
-
-        Args:
-            step: From 1.
-            complete: Done when the gradients of each record are.
-            stepped: Done when the optimizer is asked to step.
-        """
-        policy = self._policy
-        updated = [Ticket() for _ in self._work.records]
-        slotted = [Ticket() for _ in self._work.units]
-        ready: Sequence[Ticket] = complete
-        sequence: Sequence[int] | None = None
-        if not policy.updates_in_backward:
-            ready = [stepped] * len(complete)
-            if policy.overlap is not None:
-                units = [[piece.unit for piece in record.pieces] for record in self._work.records]
-                sequence = policy.overlap.sequence(units, range(len(self._work.units)))
-        else:
-            # Those in memory have nowhere else to put their new values before the step.
-            kept = policy.order.kept(len(complete), policy.window.num_cached, step)
-            ready = [stepped if i in kept else done for i, done in enumerate(complete)]
-            arriving = [
-                index
-                for unit in reversed(range(len(self._work.units)))
-                for index in self._passes.records_completed_by(unit)
-            ]
-            # These then come in the order of the next forward.
-            sequence = [index for index in arriving if index not in kept] + sorted(kept)
-        if policy.overlap is not None:
-            self._updated, self._slotted = updated, slotted
-            ready = [
-                self._clock.spawn(_wait([gate, *self._slots_of(record, slotted)]))
-                if gate is stepped
-                else gate
-                for gate, record in zip(ready, self._work.records, strict=True)
-            ]
-        before = self._pending
-
-        def process() -> Process:
-            yield before  # one update at a time
-            yield from self._update.run(
-                step,
-                ready=lambda index: ready[index],
-                on_updated=lambda index: updated[index].complete(),
-                sequence=sequence,
+    def _before_gradients(self, step: int, use: Use) -> Process:
+        """Waits until no update reads gradients any more, and reads ahead for the next one."""
+        if use.micro_step or self._pending is None:
+            return
+        yield from self._passes.wait_for_update(self._pending.over)
+        overlap = self._policy.overlap
+        if overlap is not None and not self._policy.updates_in_backward:
+            self._update.prefetch(
+                overlap.prefetched(
+                    self._sequence(step),
+                    cached=self._update.cached,
+                    capacity=self._update.num_free,
+                )
             )
 
-        return self._clock.spawn(process())
+    def _update_early(
+        self, step: int, pending: PendingUpdate, complete: Sequence[Ticket]
+    ) -> Process:
+        """Updates records as their gradients are complete.
+
+        Those in memory have nowhere else to put their new values before the step.
+        """
+        kept = self._kept(step)
+        arriving = [
+            index
+            for unit in reversed(range(len(self._work.units)))
+            for index in self._passes.records_completed_by(unit)
+            if index not in kept
+        ]
+        yield from self._update.run(
+            arriving, pending=pending, kept=(), may_read=lambda index: complete[index]
+        )
+
+    def _update_rest(self, step: int, pending: PendingUpdate) -> Process:
+        """Updates what is not updated yet, when the optimizer is asked to step."""
+        kept, sequence = self._kept(step), self._sequence(step)
+        if self._policy.updates_in_backward:
+            sequence = [index for index in sequence if index in kept]
+        yield from self._update.run(
+            sequence, pending=pending, kept=kept, is_free=self._policy.overlap is None
+        )
+        pending.over.complete()
+
+    def _kept(self, step: int) -> frozenset[int]:
+        """Returns the records whose state stays in memory after a step."""
+        policy = self._policy
+        return policy.order.kept(len(self._work.records), policy.window.num_cached, step)
+
+    def _sequence(self, step: int) -> Sequence[int]:
+        """Returns the records in the order of the next forward, or of the policy."""
+        overlap, records = self._policy.overlap, self._work.records
+        if overlap is None:
+            return self._policy.order.sequence(len(records), step)
+        units = [[piece.unit for piece in record.pieces] for record in records]
+        return overlap.sequence(units, range(len(self._work.units)))
 
     def _may_fetch(self, use: Use) -> Ticket:
-        """A unit's parameters are there when every record of it is updated.
-
-        Who asks has a slot for it, which the updates wait for.
-        """
-        if self._policy.overlap is None or use.micro_step or use.is_backward:
+        """A unit's parameters are there when every record of it is updated."""
+        if self._pending is None or use.micro_step or use.is_backward:
             return _happened()
-        if self._slotted and not self._slotted[use.unit].is_done:
-            self._slotted[use.unit].complete()
-        return self._clock.spawn(_wait([self._updated[i] for i in self._records_of[use.unit]]))
+        return self._pending.ask_for(use.unit)
 
-    def _slots_of(self, record: RecordWork, slotted: Sequence[Ticket]) -> list[Ticket]:
-        return [slotted[piece.unit] for piece in record.pieces if piece.is_handed_over]
+    def _on_need(self, use: Use) -> None:
+        if self._pending is not None:
+            self._pending.need(use.unit)
 
     def _on_backward(
         self, use: Use, down: Ticket, complete: Sequence[Ticket], spills: list[Ticket]
@@ -300,10 +304,6 @@ def _happened() -> Ticket:
     ticket = Ticket()
     ticket.complete()
     return ticket
-
-
-def _wait(tickets: Sequence[Ticket]) -> Process:
-    yield tickets
 
 
 def _mean(steps: Sequence[_Marks]) -> SimulatedStep:

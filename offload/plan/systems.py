@@ -16,8 +16,10 @@ from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.layout.model import RECORD_ELEMENTS
 from offload.plan.handover import handed_over, records_under_forward
 from offload.plan.host import HostPlan, Placement, plan_host
+from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedPolicy
+from offload.plan.traffic import bytes_of_units, kept_for_backward
 from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
 from offload.plan.work import PassTimes, StepWork, work_of
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
@@ -46,6 +48,8 @@ class SystemRun:
     policy: dict[str, str]
     """For the reader."""
     cached_bytes: int
+    link: LinkTraffic | None = None
+    """Over the links to all devices of a node; None where nothing is counted."""
 
 
 def system_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
@@ -63,17 +67,18 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
     parameters: Placement = "storage" if choices.parameters == "storage" else "host"
     host = _host_plan(run, layout, parameters)
     records = records_under_forward(layout, choices.order, choices.overlap, host.num_cached)
+    kept = kept_for_backward(layout, host.num_slots)
+    link = _link(run, layout, machine, kept=kept)
     work = work_of(
         layout,
-        parameters=parameters,
+        parameters="device" if choices.parameters == "device" else parameters,
         optimizer="storage",
         passes=_passes(layout, run, machine),
         micro_steps=run.micro_steps,
-        copies_to_device=machine.gpus > 0 and machine.link_bytes_per_s is not None,
+        link=link,
         handed_over=handed_over(layout, host.num_slots, records=records),
+        kept=kept,
     )
-    if choices.parameters == "device":
-        work = replace(work, units=tuple(replace(unit, link_bytes=0) for unit in work.units))
     record_bytes = max(record.state_bytes for record in work.records)
 
     def make_policy() -> SimulatedPolicy:
@@ -95,6 +100,22 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
         host=host,
         policy={key: str(value) for key, value in choices.model_dump().items()},
         cached_bytes=host.num_cached * record_bytes,
+        link=link,
+    )
+
+
+def _link(
+    run: ScenarioRun, layout: ModelLayout, machine: ScenarioMachine, *, kept: frozenset[str]
+) -> LinkTraffic | None:
+    """Returns what goes over the links to all devices; None where there are none."""
+    if not machine.gpus or machine.link_bytes_per_s is None:
+        return None
+    return link_traffic(
+        layout,
+        parameters=run.policy.parameters,
+        gradient_dtype="parameter",
+        micro_steps=run.micro_steps,
+        kept_backward_bytes=bytes_of_units(layout, kept),
     )
 
 

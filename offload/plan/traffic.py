@@ -1,6 +1,6 @@
 """Bytes that one step moves from and to storage, computed from the policy alone."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout, section_kinds
@@ -92,19 +92,24 @@ class ModelBytes:
         )
 
 
-def kept_for_backward_bytes(
+def kept_for_backward(
     layout: ModelLayout, num_slots: int, *, tiled: frozenset[str] = frozenset()
-) -> int:
-    """Returns the bytes of the last units of forward, one for each slot, which stay for backward.
+) -> frozenset[str]:
+    """Returns the names of the last units of forward, one for each slot: they stay for backward.
 
     Args:
         layout: Of the model; its units are in the order in which forward uses them.
         num_slots: Slots for units, without those that calls hold beside the unit in use.
         tiled: Names of units that no slot holds as a whole.
     """
-    whole = [unit for unit in layout.units if unit.name not in tiled]
-    last = whole[-num_slots:] if num_slots > 0 else []
-    return sum(placed.facts.num_bytes for unit in last for placed in unit.parameters())
+    whole = [unit.name for unit in layout.units if unit.name not in tiled]
+    return frozenset(whole[-num_slots:] if num_slots > 0 else ())
+
+
+def bytes_of_units(layout: ModelLayout, names: Collection[str]) -> int:
+    """Returns the bytes of the named units without gaps and padding."""
+    units = (unit for unit in layout.units if unit.name in names)
+    return sum(placed.facts.num_bytes for unit in units for placed in unit.parameters())
 
 
 def cached_state_bytes(layout: ModelLayout, order: str, num_cached: int) -> int:

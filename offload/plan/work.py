@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.layout import ModelLayout, Record, section_kinds
+from offload.layout import ModelLayout, Record, Unit, section_kinds
 from offload.plan.host import Placement
+from offload.plan.link import LinkTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,10 +16,14 @@ class UnitWork:
     backward_s: float
     frozen_bytes: int = 0
     """Of its parameters on storage that no update writes."""
+    is_kept: bool = False
+    """Whether backward finds it in the slot of its forward, or does not ask for it."""
     link_bytes: int = 0
     """Copied to the device before each use."""
     gradient_link_bytes: int = 0
-    """Copied from the device after its backward."""
+    """Copied from the device after its first backward of a step."""
+    later_gradient_link_bytes: int = 0
+    """Copied to it and from it again after each later one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,8 @@ class RecordWork:
     pieces: tuple[Piece, ...]
     spilled_bytes: int = 0
     """Gradients written when its units' backward is over, and read back by the update."""
+    link_bytes: int = 0
+    """Copied to the device after its update, where its parameters live there."""
 
     @property
     def has_parameters(self) -> bool:
@@ -112,9 +119,10 @@ def work_of(
     micro_steps: int = 1,
     other_s: float = 0.0,
     record_s: float = 0.0,
-    copies_to_device: bool = False,
+    link: LinkTraffic | None = None,
     spilled: Mapping[str, int] | None = None,
     handed_over: Collection[str] = (),
+    kept: Collection[str] = (),
 ) -> StepWork:
     """Returns what the engine does in a step of the model of `layout`.
 
@@ -126,22 +134,21 @@ def work_of(
         micro_steps: Forward and backward passes in the step.
         other_s: Time of what is neither pass nor update.
         record_s: Of an update, for each record, beside the fused pass.
-        copies_to_device: Whether parameters go over a link before each use.
+        link: What goes over the link to a device; None where there is none.
         spilled: Bytes of the gradients of each subgroup that is spilled, by name.
         handed_over: Names of the subgroups whose updates find their unit's slot.
+        kept: Names of the units that a backward finds in their slots, or does not ask for.
     """
     on_storage = parameters == "storage"
     units = tuple(
-        UnitWork(
-            forward_s=times.forward_s,
-            backward_s=times.backward_s,
-            frozen_bytes=sum(s.padded_bytes for s in unit.shards if not s.is_trainable)
-            if on_storage
-            else 0,
-            link_bytes=unit.num_bytes if copies_to_device else 0,
-            gradient_link_bytes=sum(s.padded_bytes for s in unit.shards if s.is_trainable)
-            if copies_to_device
-            else 0,
+        _unit_work(
+            unit,
+            times,
+            on_storage=on_storage,
+            is_kept=unit.name in kept,
+            link=link,
+            copies_parameters=parameters != "device",
+            num_trainable=layout.trainable_elements,
         )
         for unit, times in zip(layout.units, passes, strict=True)
     )
@@ -150,7 +157,14 @@ def work_of(
         units=units,
         records=tuple(
             _record_work(
-                layout, record, number_of, on_storage, optimizer, spilled or {}, handed_over
+                layout,
+                record,
+                number_of,
+                parameters,
+                optimizer,
+                spilled or {},
+                handed_over,
+                link=link,
             )
             for record in layout.records
         ),
@@ -160,15 +174,47 @@ def work_of(
     )
 
 
+def _unit_work(
+    unit: Unit,
+    times: PassTimes,
+    *,
+    on_storage: bool,
+    is_kept: bool,
+    link: LinkTraffic | None,
+    copies_parameters: bool,
+    num_trainable: int,
+) -> UnitWork:
+    elements = sum(shard.num_elements for shard in unit.shards if shard.is_trainable)
+
+    def part_of(num_bytes: int) -> int:
+        return -(-num_bytes * elements // num_trainable) if num_trainable else 0
+
+    return UnitWork(
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        frozen_bytes=sum(s.padded_bytes for s in unit.shards if not s.is_trainable)
+        if on_storage
+        else 0,
+        is_kept=is_kept,
+        link_bytes=unit.num_bytes if link and copies_parameters else 0,
+        gradient_link_bytes=part_of(link.gradient_bytes) if link else 0,
+        later_gradient_link_bytes=part_of(link.later_gradient_bytes) if link else 0,
+    )
+
+
 def _record_work(
     layout: ModelLayout,
     record: Record,
     number_of: dict[str, int],
-    on_storage: bool,
+    parameters: Placement,
     optimizer: Placement,
     spilled: Mapping[str, int],
     handed_over: Collection[str],
+    *,
+    link: LinkTraffic | None,
 ) -> RecordWork:
+    on_storage = parameters == "storage"
+    goes_up = link is not None and parameters == "device"
     state_bytes = record.padded_bytes if optimizer == "storage" else 0
     pieces = []
     for subgroup in record.subgroups:
@@ -190,4 +236,5 @@ def _record_work(
         state_bytes=state_bytes,
         pieces=tuple(pieces),
         spilled_bytes=sum(spilled.get(subgroup.name, 0) for subgroup in record.subgroups),
+        link_bytes=sum(s.parameter_bytes for s in record.subgroups) if goes_up else 0,
     )

@@ -11,7 +11,7 @@ from offload._native.optim import copy_rate_bytes_per_s
 from offload.config import Config
 from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
-from offload.plan.machine import Machine, PathRates
+from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.machine_profile import (
     KernelProfile,
     MachineProfile,
@@ -24,6 +24,7 @@ from offload.plan.work import ModelPasses
 from offload.runs.busy import CpuTime, busy_note, others_cpu_share
 from offload.runs.data import open_text
 from offload.runs.held_memory import held_bytes
+from offload.runs.link_rates import link_rates
 from offload.runs.pass_finder import PassFinder
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import choices_of, tokens_per_step
@@ -65,14 +66,16 @@ class Measurement:
 
     def take(self) -> None:
         """Measures what the profile lacks."""
-        paths = self._paths() if self._plan.stores_anything else ()
+        # Another policy may store what this one keeps in memory.
+        paths = self._paths() if self._config.offload else ()
         # After the paths, whose engine a run has too before it begins.
         self._baseline_bytes = self._held_before()
         began = CpuTime.now()
         self.machine = machine = Machine(
             paths=paths,
-            copy_bytes_per_s=self._copy_rate(),
+            copy_bytes_per_s=(copy_rate := self._copy_rate()),
             update_parameters_per_s=self._update_rate(),
+            link=self._link(copy_rate),
         )
         finder = PassFinder(self._config, self._plan, self._profile, self._on_measure)
         self._passes = finder.find(
@@ -126,7 +129,10 @@ class Measurement:
             record_s=passes.record_s,
             tokens=tokens_per_step(config),
             handed_over=plan.handed_over,
+            kept=plan.kept,
             shares_cores=config.shares_cores,
+            link=plan.link,
+            device=plan.device,
         )
 
     def _held_before(self) -> int:
@@ -199,6 +205,12 @@ class Measurement:
         )
         self.found = self.found.merged(MachineProfile(kernels=(measured,)))
         return rate
+
+    def _link(self, copy_bytes_per_s: float) -> LinkRates | None:
+        tier = self._config.tiers.device
+        if tier.kind == "cuda":
+            self._on_measure("the link to the device")
+        return link_rates(tier, copy_bytes_per_s=copy_bytes_per_s)
 
     def _size(self) -> ProbeSize:
         plan = self._plan

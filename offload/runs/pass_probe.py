@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from offload.config import Config
+from offload.config.schema import DeviceTierConfig
 from offload.devices.opening import is_process_memory
 from offload.layout import build_layout
 from offload.memory import trim_heap
@@ -70,6 +71,7 @@ def pass_shape(config: Config) -> str | None:
         f"vocabulary={model.vocabulary} {model.dtype} batch={train.batch} "
         f"gradients={train.gradient_dtype}"
         + (" checkpoint=unit" if config.activations.checkpoint == "unit" else "")
+        + (f" device={kind}" if (kind := config.tiers.device.kind) != "cpu" else "")
         + (" accumulating" if train.micro_steps > 1 else "")
     )
 
@@ -194,8 +196,14 @@ def _config_of(config: Config, num_layers: int) -> Config:
             "offload": False,
             "model": config.model.model_copy(update={"layers": num_layers}),
             "train": config.train.model_copy(update={"micro_steps": micro_steps}),
+            "tiers": config.tiers.model_copy(update={"device": _without_link(config.tiers.device)}),
         }
     )
+
+
+def _without_link(tier: DeviceTierConfig) -> DeviceTierConfig:
+    """Returns the device behind a link that is as fast as can be: plans count it by themselves."""
+    return tier.model_copy(update={"link_rate": None, "link_latency": None})
 
 
 def _arena_bytes(config: Config, stats: SessionStats) -> int:

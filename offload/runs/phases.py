@@ -55,6 +55,13 @@ class StepTimes:
     def other_s(self) -> float:
         return max(self.step_s - self.forward_s - self.backward_s - self.update_s, 0.0)
 
+    @property
+    def other_busy_s(self) -> float:
+        """Of `other_s`, what was not spent waiting for storage or the link."""
+        spans = (*self.forward, *self.backward, *self.update)
+        waited_s = self.io_wait_s - sum(span.io_wait_s for span in spans)
+        return max(self.other_s - max(waited_s, 0.0), 0.0)
+
 
 @dataclass(slots=True, kw_only=True)
 class StepClock:

@@ -18,8 +18,9 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
+    bytes_of_units,
     cached_state_bytes,
-    kept_for_backward_bytes,
+    kept_for_backward,
     step_traffic,
 )
 from offload.plan.window import too_small_window, window_bytes_for
@@ -67,6 +68,8 @@ def plan_run(
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
     handed = _handed_over(config, arrangement)
+    kept = _kept(config, arrangement)
+    kept_bytes = bytes_of_units(layout, kept)
     spilled = spilled_bytes(config)
     plan = RunPlan(
         layout=layout,
@@ -80,11 +83,10 @@ def plan_run(
             "offload": config.activations.offload if config.offload else "none",
         },
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(
-            config, layout, host, kept=_kept_bytes(config, arrangement), handed_over=handed
-        ),
-        link=_plan_link(config, layout, kept=_kept_bytes(config, arrangement)),
+        traffic=plan_traffic(config, layout, host, kept=kept_bytes, handed_over=handed),
+        link=_plan_link(config, layout, kept=kept_bytes),
         handed_over=handed,
+        kept=kept,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -174,17 +176,12 @@ def _has_device_memory(config: Config) -> bool:
     return config.offload and config.tiers.device.kind != "cpu"
 
 
-def _kept_bytes(config: Config, arrangement: Arrangement) -> int:
-    """Returns the bytes of units that stay for backward, or that backward does not ask for."""
+def _kept(config: Config, arrangement: Arrangement) -> frozenset[str]:
+    """Returns the units that stay for backward, or that backward does not ask for."""
     discovered, layout = arrangement.discovered, arrangement.layout
     num_free = _num_free_slots(config, arrangement)
-    tiled = discovered.wide_names
-    whole = [i for i, unit in enumerate(layout.units) if unit.name not in tiled]
-    kept = set(whole[-num_free:] if num_free else ())
-    not_asked_for = (i for i in discovered.lookup_units() if i not in kept)
-    return kept_for_backward_bytes(layout, num_free, tiled=tiled) + sum(
-        discovered.units[index].num_bytes for index in not_asked_for
-    )
+    lookups = (layout.units[index].name for index in discovered.lookup_units())
+    return kept_for_backward(layout, num_free, tiled=discovered.wide_names).union(lookups)
 
 
 def _handed_over(config: Config, arrangement: Arrangement) -> frozenset[str]:
@@ -248,6 +245,7 @@ def _plan_link(config: Config, layout: ModelLayout, *, kept: int) -> LinkTraffic
         gradient_dtype=config.train.gradient_dtype,
         micro_steps=config.train.micro_steps,
         kept_backward_bytes=kept,
+        adds_on_device=config.tiers.device.kind == "cuda",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.exposed import ExposedPhases, MeasuredPass, exposed_phases
+from offload.plan.link import LinkTraffic
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
 from offload.plan.traffic import StepTraffic
@@ -49,6 +50,8 @@ class StepRecorder:
     overlap: str = "none"
     prefetched_bytes: int = 0
     """Q of the bound: records that are read in backward."""
+    link: LinkTraffic | None = None
+    """Bytes of a step over the link to a device; None where there is none."""
     shares_cores: bool = True
     """Whether passes compute on the cores on which updates do."""
     steps: list[StepMetrics] = field(default_factory=list)
@@ -157,9 +160,9 @@ class StepRecorder:
 
     @property
     def other_s(self) -> float | None:
-        """The median of what is neither pass nor update, of the steps after the warm-up."""
+        """The median of what is neither pass nor update nor wait, of steps after the warm-up."""
         counted = list(itertools.compress(self._times, self._counted()))
-        return statistics.median(times.other_s for times in counted) if counted else None
+        return statistics.median(times.other_busy_s for times in counted) if counted else None
 
     def _counted(self) -> list[bool]:
         """Returns which steps count in medians."""
@@ -212,6 +215,7 @@ class StepRecorder:
             overlap=self.overlap,
             prefetched_bytes=self.prefetched_bytes,
             shares_cores=self.shares_cores,
+            link=self.link,
         )
 
     def _compute(self, times: StepTimes, machine: Machine | None) -> list[ComputeTimes]:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from dataclasses import replace
 
 from offload.config import Config
 from offload.errors import StorageError
@@ -9,6 +10,7 @@ from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
+from offload.runs.link_rates import link_rates
 from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.run_directory import RunDirectory
@@ -36,6 +38,9 @@ def probe_run(config: Config, plan: RunPlan, directory: RunDirectory) -> Machine
                 host_bytes=plan.host.budget_bytes, storage_bytes=plan.storage.planned_bytes
             ),
         )
+    machine = replace(
+        machine, link=link_rates(config.tiers.device, copy_bytes_per_s=machine.copy_bytes_per_s)
+    )
     return machine.held_to(config.tiers.storage.rate_limits_of(len(roots)))
 
 

@@ -97,6 +97,7 @@ class TrainingRun:
             machine=machine,
             overlap=config.policy.overlap if config.offload else "none",
             prefetched_bytes=_prefetched_bytes(config, plan),
+            link=plan.link,
             shares_cores=config.shares_cores,
         )
 

@@ -5,6 +5,7 @@ on access. Values and random state are those of a plain build, whatever the init
 """
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -69,9 +70,12 @@ class StoreSpill:
 class BuildingParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters` while it is built: every access brings the values back."""
 
-    def __init__(self, touch: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self, touch: Callable[[nn.Parameter], None], is_building: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._touch = touch
+        self._is_building = is_building
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
@@ -89,6 +93,15 @@ class BuildingParameters(dict[str, nn.Parameter | None]):
 
     def values(self) -> Any:
         return (self[name] for name in list(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        """Returns a copy that is built too, as layers of a stack are; a plain one afterwards."""
+        made: dict[str, nn.Parameter | None] = {}
+        if self._is_building():
+            made = BuildingParameters(self._touch, self._is_building)
+        for name in list(self):
+            made[name] = copy.deepcopy(self[name], memo)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
@@ -115,24 +128,34 @@ class Building:
         self._resident_bytes = 0
         self._keys = itertools.count()
         self._modules: list[nn.Module] = []
+        self._is_active = False
         self.peak_bytes = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Builds the modules that are made in this context within the budget."""
-        original = nn.Module.__init__
+        """Builds the modules that are made or copied in this context within the budget."""
+        original, restore = nn.Module.__init__, nn.Module.__setstate__
 
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            module.__dict__["_parameters"] = BuildingParameters(self.touch)
+            module.__dict__["_parameters"] = BuildingParameters(self.touch, lambda: self._is_active)
             self._modules.append(module)
 
+        def take_state(module: nn.Module, state: Any) -> None:
+            restore(module, state)  # type: ignore[no-untyped-call]
+            if isinstance(module._parameters, BuildingParameters):  # a deep copy
+                self._modules.append(module)
+
         nn.Module.__init__ = init  # type: ignore[assignment, method-assign]
+        nn.Module.__setstate__ = take_state  # type: ignore[method-assign]
+        self._is_active = True
         try:
             with large_blocks_mapped():
                 yield
         finally:
+            self._is_active = False
             nn.Module.__init__ = original  # type: ignore[method-assign]
+            nn.Module.__setstate__ = restore  # type: ignore[method-assign]
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Makes sure that the values of `parameter` are in memory."""

@@ -9,6 +9,7 @@ from offload.storage.store import BlockStore
 from offload.streaming.activation_store import ActivationCounters
 from offload.streaming.activations import Activations
 from offload.streaming.attachment import Attachment
+from offload.streaming.link_waits import LinkWaits
 from offload.streaming.spilled_gradients import SpilledGradients
 from offload.streaming.step_updates import StepUpdates
 
@@ -34,7 +35,12 @@ class ModelCounters:
     """
 
     def __init__(
-        self, *, updates: StepUpdates, attachment: Attachment, store: BlockStore | None
+        self,
+        *,
+        updates: StepUpdates,
+        attachment: Attachment,
+        store: BlockStore | None,
+        link_waits: LinkWaits,
     ) -> None:
         self.update_s = 0.0
         self.commit_record_bytes = 0
@@ -44,15 +50,17 @@ class ModelCounters:
         self._updates = updates
         self._attachment = attachment
         self._store = store
+        self._link_waits = link_waits
         self._moved_by_steps = MovedBytes()
 
     @property
     def io_wait_s(self) -> float:
-        """Time for which the caller's thread waited for storage."""
+        """Time for which the caller's thread waited for storage or the link to a device."""
         residency = self._attachment.residency
         fetches_s = residency.counters.io_wait_s if residency else 0.0
         spilled_s = self.spilled.wait_s if self.spilled else 0.0
-        return fetches_s + self._updates.io_wait_s + self.activations.wait_s + spilled_s
+        moved_s = self.activations.wait_s + spilled_s + self._link_waits.wait_s
+        return fetches_s + self._updates.io_wait_s + moved_s
 
     @property
     def update_wait_s(self) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import torch
 from offload.devices import Copy, Device
 from offload.layout import FlatShard, ModelLayout, PlacedParameter
 from offload.memory import Region, memory_of
+from offload.streaming.link_waits import LinkWaits
 
 _COLUMNS = 4093
 """Of the sums that show whether bytes changed: a prime, so that what moves in steps of a power of
@@ -46,6 +47,7 @@ class DeviceParameters:
         *,
         region: Region,
         device: Device,
+        link_waits: LinkWaits,
     ) -> None:
         """Cuts the region; there are no values in it yet.
 
@@ -54,10 +56,12 @@ class DeviceParameters:
             host: The flat shards in host memory, by name, each padded to the transfer alignment.
             region: Device memory for all units, end to end.
             device: Where it is.
+            link_waits: Counts waits for copies to it.
         """
         self.flat: dict[str, torch.Tensor] = {}
         self._host = host
         self._device = device
+        self._link_waits = link_waits
         self._layout = layout
         self._bases: list[torch.Tensor] = []
         self._unit_of: dict[str, int] = {}
@@ -109,8 +113,9 @@ class DeviceParameters:
 
     def wait(self, unit: int) -> None:
         """Orders what is computed from now on after the copies of a unit."""
-        for copy in self._sent[unit]:
-            copy.wait()
+        with self._link_waits.waiting("copying what an update changed"):
+            for copy in self._sent[unit]:
+                copy.wait()
         for shard in self._layout.units[unit].shards:
             is_whole = self._num_sent[shard.name] == self._num_elements[shard.name]
             if is_whole and self._sums[shard.name] is None:

@@ -16,6 +16,7 @@ from offload.optim.kernels import Kernels
 from offload.plan.gradients import GradientPlan, gradient_bytes, gradient_dtype_of
 from offload.storage.spill import Spill
 from offload.streaming.host_memory import HostMemory
+from offload.streaming.link_waits import LinkWaits
 from offload.streaming.spilled_gradients import SpilledGradients
 
 
@@ -26,6 +27,7 @@ def open_gradients(
     plan: GradientPlan,
     memory: HostMemory,
     device: Device,
+    link_waits: LinkWaits,
     kernels: Kernels,
     make_spill: Callable[[int], Spill] | None,
     before_write: Callable[[str], None],
@@ -39,6 +41,7 @@ def open_gradients(
         plan: Which gradients stay in memory.
         memory: As planned.
         device: Where gradients appear.
+        link_waits: Counts waits for their copies from there.
         kernels: For norms.
         make_spill: Gives spill files for pieces of so many bytes; needed where any are spilled.
         before_write: Called with a parameter's name before its gradient changes.
@@ -74,6 +77,7 @@ def open_gradients(
         region=memory.gradients,
         dtype=plan.dtype,
         device=device,
+        link_waits=link_waits,
         sums_of_squares=sums_of_squares,
         before_write=before_write,
         on_arrival=on_arrival,
@@ -104,6 +108,7 @@ class Gradients:
         before_write: Callable[[str], None],
         on_arrival: Callable[[str], None] | None = None,
         device: Device | None = None,
+        link_waits: LinkWaits,
         spilled: SpilledGradients | None = None,
     ) -> None:
         """Makes the accumulators and follows the parameters.
@@ -117,6 +122,7 @@ class Gradients:
             before_write: Called with a parameter's name before its gradient changes.
             on_arrival: Called with a parameter's name when autograd has accumulated its gradient.
             device: Where gradients appear.
+            link_waits: Counts waits for their copies from there.
             spilled: The gradients that do not stay in memory.
         """
         self.flat: dict[str, torch.Tensor] = {}
@@ -125,6 +131,7 @@ class Gradients:
         self._accumulators: dict[nn.Parameter, Accumulator] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._device = CpuDevice() if device is None else device
+        self._link_waits = link_waits
         self._max_in_flight_bytes = max((unit.num_bytes for unit in layout.units), default=0)
         self._in_flight: deque[tuple[Copy, int]] = deque()
         self._in_flight_bytes = 0
@@ -261,7 +268,8 @@ class Gradients:
     def _end_oldest(self) -> None:
         copy, num_bytes = self._in_flight.popleft()
         self._in_flight_bytes -= num_bytes
-        copy.synchronize()
+        with self._link_waits.waiting("copying gradients"):
+            copy.synchronize()
 
 
 def _flat(shard: FlatShard, memory: memoryview, dtype: str) -> torch.Tensor:

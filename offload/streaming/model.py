@@ -14,7 +14,6 @@ from offload.streaming.saved import SavedTensorHooks
 from offload.streaming.swap import Call, attach, detach
 from offload.streaming.tiles import BeginRows, WideWeight, forward_of
 from offload.streaming.torch_private import (
-    at_end_of_backward,
     is_in_backward,
     pop_saved_tensor_hooks,
 )
@@ -56,8 +55,6 @@ class StreamedModel:
         self._hooks = SavedTensorHooks(residency) if isinstance(residency, Residency) else None
         self._unit_of: dict[int, int] = {}
         self._depth = 0
-        self._until_forward_ends: list[int] = []
-        self._until_backward_ends: list[int] = []
 
     def open(self) -> None:
         """Swaps the classes of the modules that own parameters, of units and of the root."""
@@ -111,7 +108,7 @@ class StreamedModel:
             for index in held:
                 self.residency.release_hold(index, evict=is_unit and not in_backward)
             if is_outermost:
-                self._release(self._until_forward_ends, evict=True)
+                self.residency.end_accesses()
             if (is_unit or is_outermost) and not in_backward and torch.is_grad_enabled():
                 self._on_graph()
 
@@ -123,7 +120,7 @@ class StreamedModel:
         for name, parameter in dict.items(module._parameters):
             if parameter is None or id(parameter) not in self._unit_of:
                 continue
-            self._on_access(parameter)
+            self._on_access(id(parameter))
             if isinstance(self.residency, Residency):
                 values[prefix + name] = parameter.detach().clone()
                 unit = self.residency.units[self._unit_of[id(parameter)]]
@@ -144,45 +141,26 @@ class StreamedModel:
         """Fetches what `module` owns, so that values can be copied in."""
         for parameter in dict.values(module._parameters):
             if parameter is not None:
-                self._on_access(parameter)
+                self._on_access(id(parameter))
 
     def _begin_pass(self) -> None:
         """Starts a trace; what an earlier pass left in slots goes, so that bytes are as planned."""
         self._on_pass()
         # What a backward that raised, or an interrupt, left behind.
-        self._until_backward_ends.clear()
-        self._until_forward_ends.clear()
         self.residency.drop_holds()
         self.residency.evict_used()
         mode = "train" if torch.is_grad_enabled() and self.model.training else "evaluate"
         self.residency.trace.begin(mode)
 
-    def _on_access(self, parameter: nn.Parameter) -> None:
-        """Fetches a parameter that is used outside its module's call.
-
-        Inside a forward it is held until that ends, inside a recomputation until the backward
-        ends: another unit may be fetched before the parameter is used.
-        """
-        index = self._unit_of.get(id(parameter))
+    def _on_access(self, parameter_id: int) -> None:
+        """Fetches a parameter that is used outside its module's call."""
+        index = self._unit_of.get(parameter_id)
         if index is None or self.residency.units[index].num_holds > 0:
             return
-        if is_in_backward():
-            self.residency.hold(index)
-            if not self._until_backward_ends:
-                at_end_of_backward(self._on_backward_end)
-            self._until_backward_ends.append(index)
-        elif self._depth > 0:
-            self.residency.hold(index)
-            self._until_forward_ends.append(index)
+        if self._depth > 0 or is_in_backward():
+            self.residency.access(index, parameter_id)
         else:
-            self.residency.look(index)
-
-    def _on_backward_end(self) -> None:
-        self._release(self._until_backward_ends, evict=False)
-
-    def _release(self, held: list[int], *, evict: bool) -> None:
-        while held:
-            self.residency.release_hold(held.pop(), evict=evict)
+            self.residency.look(index, parameter_id)
 
 
 class _Attachment:

@@ -26,6 +26,7 @@ from offload.streaming.device_memory import DeviceMemory
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.gradients import Gradients, open_gradients
 from offload.streaming.host_memory import HostMemory
+from offload.streaming.link_waits import LinkWaits
 from offload.streaming.wrap_options import WrapOptions
 
 
@@ -52,6 +53,7 @@ class ModelMemory:
         store: BlockStore | None,
         host_budget: Budget | None,
         device_budget: Budget | None,
+        link_waits: LinkWaits,
     ) -> None:
         """Stores its arguments.
 
@@ -62,6 +64,7 @@ class ModelMemory:
             store: Of what is not resident.
             host_budget: Of all models of the session.
             device_budget: The same on a device with memory of its own.
+            link_waits: Counts waits for copies to and from it.
         """
         self.host: HostMemory
         self.on_device: DeviceMemory | None = None
@@ -75,6 +78,7 @@ class ModelMemory:
         self._store = store
         self._host_budget = host_budget
         self._device_budget = device_budget
+        self._link_waits = link_waits
         self._plan: HostPlan
         self._flat: dict[str, torch.Tensor] | None = None
         self._is_registered = False
@@ -119,6 +123,7 @@ class ModelMemory:
                 plan=plan.gradients,
                 memory=self.host,
                 device=self._device,
+                link_waits=self._link_waits,
                 kernels=kernels,
                 make_spill=make_spill,
                 before_write=before_gradient,
@@ -134,7 +139,11 @@ class ModelMemory:
             assert self._flat is not None
             assert self.on_device is not None
             self.device_parameters = DeviceParameters(
-                layout, self._flat, region=self.on_device.parameters, device=self._device
+                layout,
+                self._flat,
+                region=self.on_device.parameters,
+                device=self._device,
+                link_waits=self._link_waits,
             )
         self._lay_out(layout)
 

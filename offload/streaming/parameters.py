@@ -9,7 +9,8 @@ from torch import nn
 
 from offload.errors import StoreError
 
-OnAccess = Callable[[nn.Parameter], None]
+OnAccess = Callable[[int], None]
+"""Takes the id of the parameter: a reference would be counted among those of others."""
 PickledCopies = weakref.WeakValueDictionary[tuple[int, int], nn.Parameter]
 """The copies of a model's parameters that a pickler holds now, by id and version: a tied parameter
 is pickled once."""
@@ -62,10 +63,9 @@ class StreamedParameters(dict[str, nn.Parameter | None]):
         self._pickled = pickled
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        if parameter is not None and not torch.compiler.is_compiling():
-            self._on_access(parameter)
-        return parameter
+        if not torch.compiler.is_compiling():
+            self._on_access(id(super().__getitem__(name)))
+        return super().__getitem__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         copy: dict[str, nn.Parameter | None] = {}

@@ -8,8 +8,7 @@ import contextlib
 import gc
 import logging
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from offload.streaming.unit import (
     Edit,
     StreamedUnit,
     Transfer,
+    errors_without_memory,
     require_untouched,
     wait_quietly,
 )
@@ -61,16 +61,6 @@ class PartRead:
     transfers: list[Transfer]
 
 
-@contextlib.contextmanager
-def _errors_without_memory() -> Iterator[None]:
-    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
-    try:
-        yield
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
-
-
 class Residency:
     """Brings units into slots and takes them out again, within the pool's budget.
 
@@ -101,6 +91,8 @@ class Residency:
         self._on_edit = on_edit
         # By the address of its slot: which unit a tensor seen by autograd belongs to.
         self._by_address: dict[int, StreamedUnit] = {}
+        # Units that were accessed in this pass outside their modules' calls.
+        self._accessed: set[int] = set()
         # Accessed last, and perhaps still in use by an operation of backward.
         self._current: StreamedUnit | None = None
         self._used_since_s: float | None = None
@@ -114,30 +106,52 @@ class Residency:
         unit = self.units[index]
         if unit.num_holds == 0 or unit.state is not CopyState.CLEAN:
             self.fetch(unit)
-        if unit.num_holds == 0 and torch.is_grad_enabled():
+        if unit.num_holds == 0:
             unit.note_references()
         unit.num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
-        """Ends one hold; with `evict` a unit that nobody else holds leaves its slot.
+        """Ends one hold; with `evict` a unit that nobody else holds or keeps leaves its slot."""
+        unit = self.units[index]
+        unit.num_holds -= 1
+        if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
+            unit.find_kept()
+            self._leave(unit)
+
+    def access(self, index: int, parameter_id: int) -> None:
+        """Fetches a unit of which a parameter is used outside its modules' calls.
+
+        It may leave its slot once nobody refers to the parameter any more.
+        """
+        unit = self.units[index]
+        if index not in self._accessed or unit.state is not CopyState.CLEAN:
+            self._accessed.add(index)
+            self.fetch(unit)
+        unit.note_access(parameter_id)
+
+    def end_accesses(self) -> None:
+        """Units that were accessed in a forward that ends leave their slots."""
+        for index in sorted(self._accessed):
+            if self.units[index].num_holds == 0 and self.units[index].state is CopyState.CLEAN:
+                self._leave(self.units[index])
+        self._accessed.clear()
+
+    def _leave(self, unit: StreamedUnit) -> None:
+        """Evicts a unit whose use has ended, unless someone keeps a parameter of it.
 
         One that is among the next that the trace predicts, as many as there are slots, stays: the
         last units of forward are there for backward. A slot that came free takes what comes next.
         """
-        unit = self.units[index]
-        unit.num_holds -= 1
-        if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
-            if torch.is_grad_enabled():
-                unit.find_kept()
-            if unit.kept_names:
-                return
-            num_held = sum(other.num_holds > 0 for other in self.units)
-            if not self.trace.is_among_next(index, self._pool.num_slots - num_held):
-                self.evict(unit)
-            self.prefetch()
+        if unit.kept_names:
+            return
+        num_held = sum(other.num_holds > 0 for other in self.units)
+        if not self.trace.is_among_next(unit.index, self._pool.num_slots - num_held):
+            self.evict(unit)
+        self.prefetch()
 
     def drop_holds(self) -> None:
         """Ends every hold: no call runs, so what is held was left by one that was interrupted."""
+        self._accessed.clear()
         for unit in self.units:
             unit.num_holds = 0
 
@@ -166,7 +180,7 @@ class Residency:
             if is_backward and unit is not self._current:
                 self._on_backward()
         if unit.state is not CopyState.CLEAN:
-            with _errors_without_memory():
+            with errors_without_memory():
                 self._bring(unit)
         unit.was_used = True
         self._current = unit
@@ -206,16 +220,17 @@ class Residency:
                 unit.layout.num_bytes, within_s=within_s, was_late=not was_complete
             )
 
-    def look(self, index: int) -> None:
-        """Fetches a unit for a look from outside a pass."""
+    def look(self, index: int, parameter_id: int) -> None:
+        """Fetches a unit for a look at a parameter from outside a pass."""
         self.fetch(self.units[index], is_recorded=False)
+        self.units[index].note_look(parameter_id)
 
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow.
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
-        with _errors_without_memory():
+        with errors_without_memory():
             self._start_ahead()
 
     def _start_ahead(self) -> None:
@@ -327,9 +342,9 @@ class Residency:
         self._tier.settle()
 
     def evict_unheld(self) -> None:
-        """Takes every unit that no call holds out of its slot."""
+        """Takes every unit that nobody holds or keeps out of its slot."""
         for unit in self.units:
-            if unit.num_holds == 0:
+            if unit.num_holds == 0 and not unit.kept_names:
                 self.evict(unit)
 
     def evict_used(self) -> None:
@@ -411,6 +426,7 @@ class Residency:
                 binding.detach()
             if unit.base is not None and unit.base.numel():
                 self._by_address.pop(unit.base.data_ptr(), None)
+        unit.forget_kept()
         unit.transfers = []
         unit.base = None
         unit.hashes = None

@@ -61,6 +61,7 @@ class ResidentUnits:
         self.units = [ResidentUnit(index) for index in range(len(layout.units))]
         self._on_device = on_device
         self.trace = AccessTrace()
+        self._accessed: set[int] = set()
         self._parameters = parameters
         self._deferred = deferred
         self._unit_of: dict[str, ResidentUnit] = {}
@@ -99,7 +100,7 @@ class ResidentUnits:
         """Shows a unit's parameters for a call."""
         if self.units[index].num_holds == 0:
             self.trace.record(Access(unit=index, is_backward=False))
-            self.look(index)
+            self._look(index)
         self.units[index].num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
@@ -107,12 +108,30 @@ class ResidentUnits:
         del evict
         self.units[index].num_holds -= 1
 
+    def access(self, index: int, parameter_id: int) -> None:
+        """Shows a unit's parameters for a use outside its modules' calls."""
+        del parameter_id
+        if index not in self._accessed:
+            self._accessed.add(index)
+            self.trace.record(Access(unit=index, is_backward=False))
+        self._look(index)
+
+    def end_accesses(self) -> None:
+        """Ends what `access` was for."""
+        self._accessed.clear()
+
     def drop_holds(self) -> None:
         """Ends every hold."""
+        self._accessed.clear()
         for unit in self.units:
             unit.num_holds = 0
 
-    def look(self, index: int) -> None:
+    def look(self, index: int, parameter_id: int) -> None:
+        """Shows a unit's parameters for a look from outside a pass."""
+        del parameter_id
+        self._look(index)
+
+    def _look(self, index: int) -> None:
         """Shows a unit's parameters, when their update is done.
 
         Raises:
@@ -145,8 +164,7 @@ class ResidentUnits:
         return bool(parameter.numel()) and parameter.data_ptr() != placeholder.data_ptr()
 
     def _require_untouched(self, names: Iterable[str]) -> None:
-        placeholders = ((name, self._placeholders[name]) for name in names)
-        written = find_written({n: p for n, p in placeholders if p.is_floating_point()})
+        written = find_written({name: self._placeholders[name] for name in names})
         if written:
             raise StoreError(
                 f"cannot use parameter `{written[0]}`: expected nothing written to it while its "

@@ -22,6 +22,7 @@ from offload.streaming.torch_private import (
     PackHook,
     UnpackHook,
     is_in_backward,
+    negative_view,
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
 )
@@ -40,6 +41,8 @@ class SavedParameter:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,12 +123,16 @@ class SavedTensorHooks(HookPair):
             offset=offset,
             shape=tensor.shape,
             stride=tensor.stride(),
+            is_conj=tensor.is_conj(),
+            is_neg=tensor.is_neg(),
         )
 
     def _restore(self, saved: SavedParameter) -> torch.Tensor:
         _require_version(saved.binding, saved.version)
         base = self._residency.fetch(saved.unit, is_backward=True)
-        return base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        found = base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        found = found.conj() if saved.is_conj else found
+        return negative_view(found) if saved.is_neg else found
 
     def _cast_again(self, saved: SavedCast) -> torch.Tensor:
         found = saved.counter._version

@@ -35,8 +35,9 @@ _push_hooks = _require("torch._C._autograd._push_saved_tensors_default_hooks")
 _pop_hooks = _require("torch._C._autograd._pop_saved_tensors_default_hooks")
 _fake_tensors = _require("torch._subclasses.FakeTensorMode")
 _will_execute = _require("torch._C._will_engine_execute_node")
+_neg_view = _require("torch._neg_view")
+_use_count = _require("torch.Tensor._use_count")
 _next_number = _require("torch.autograd._get_sequence_nr")
-_engine = _require("torch.autograd.Variable._execution_engine")
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[object]:
@@ -88,6 +89,12 @@ def will_run_in_backward(node: Node) -> bool:
     return bool(_will_execute(node))
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once when the current graph task ends."""
-    _engine.queue_callback(callback)
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view that shows what `tensor` has, negated."""
+    view: torch.Tensor = _neg_view(tensor)
+    return view
+
+
+def num_references(tensor: torch.Tensor) -> int:
+    """Returns how often torch itself refers to `tensor`: graphs that saved it, and views of it."""
+    return int(_use_count(tensor))

@@ -1,7 +1,9 @@
 """One unit at run time: its parameters, where its bytes are, and who holds it."""
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -14,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
-from offload.streaming.torch_private import next_node_number
+from offload.streaming.torch_private import next_node_number, num_references
 
 
 class Transfer(Protocol):
@@ -31,6 +33,16 @@ def wait_quietly(transfers: Iterable[Transfer]) -> None:
             transfer.wait()
         except OffloadError as error:
             error.__traceback__ = None  # whoever keeps the error must not keep the memory
+
+
+@contextlib.contextmanager
+def errors_without_memory() -> Iterator[None]:
+    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def start_all(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -192,44 +204,62 @@ class StreamedUnit:
         self.was_used = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
-        self._nodes: list[Node] = []
+        self._nodes = _gradient_nodes(self.bindings)
         self._references: list[int] = []
+        # By the number of a binding: how often it was referred to before someone took it.
         self._kept: dict[int, int] = {}
+        self._saved: dict[int, int] = {}
 
     def note_references(self) -> None:
-        """Notes how often each parameter is referred to before a call.
-
-        torch's own references count as one or none: the node that accumulates its gradient is
-        held, so that it is always one.
-        """
-        if not self._nodes:
-            self._nodes = [
-                get_gradient_edge(binding.parameter).node
-                for binding in self.bindings
-                if binding.parameter.requires_grad
-            ]
+        """Notes how often each parameter is referred to before a call."""
         self._references = self._count_references()
 
     def find_kept(self) -> None:
         """Finds the parameters to which a call has left references, such as `ctx.weight = weight`.
 
-        Backward reads those parameters themselves: no hook brings them back.
+        They are read themselves: no hook brings them back.
         """
         after = self._count_references()
-        pairs = enumerate(zip(self._references, after, strict=True))
-        self._kept = {index: now for index, (before, now) in pairs if now > before}
+        for index, (before, now) in enumerate(zip(self._references, after, strict=True)):
+            if now > before:
+                self._kept[index] = min(before, self._kept.get(index, before))
+
+    def note_access(self, parameter_id: int) -> None:
+        """Says that someone is about to take a parameter: it is kept while it is referred to."""
+        self._note(self._kept, parameter_id, self._count_references())
+
+    def note_look(self, parameter_id: int) -> None:
+        """As `note_access` from outside a pass, where only graphs and views keep a parameter."""
+        self._note(self._saved, parameter_id, self._count_saved())
+
+    def forget_kept(self) -> None:
+        """Forgets who keeps parameters, which leave their slot."""
+        self._kept.clear()
+        self._saved.clear()
 
     @property
     def kept_names(self) -> list[str]:
-        """The parameters that a call has left references to which are still there."""
-        if not self._kept:
+        """The parameters that someone has taken and still refers to."""
+        if not self._kept and not self._saved:
             return []
-        now = self._count_references()
-        self._kept = {index: count for index, count in self._kept.items() if now[index] >= count}
-        return [self.bindings[index].name for index in self._kept]
+        now, saved = self._count_references(), self._count_saved()
+        self._kept = {i: before for i, before in self._kept.items() if now[i] > before}
+        self._saved = {i: before for i, before in self._saved.items() if saved[i] > before}
+        return [self.bindings[i].name for i in sorted({*self._kept, *self._saved})]
+
+    def _note(self, taken: dict[int, int], parameter_id: int, counts: list[int]) -> None:
+        for index, binding in enumerate(self.bindings):
+            if id(binding.parameter) == parameter_id:
+                taken[index] = min(counts[index], taken.get(index, counts[index]))
 
     def _count_references(self) -> list[int]:
-        return [sys.getrefcount(binding.parameter) for binding in self.bindings]
+        return [
+            sys.getrefcount(binding.parameter) + num_references(binding.parameter)
+            for binding in self.bindings
+        ]
+
+    def _count_saved(self) -> list[int]:
+        return [num_references(binding.parameter) for binding in self.bindings]
 
     @property
     def name(self) -> str:
@@ -281,6 +311,12 @@ class StreamedUnit:
         return self.bindings[0]
 
 
+def _gradient_nodes(bindings: Iterable[Binding]) -> list[Node]:
+    """Returns the nodes that accumulate gradients; held, they refer to parameters for good."""
+    with torch.inference_mode(mode=False):
+        return [get_gradient_edge(b.parameter).node for b in bindings if b.parameter.requires_grad]
+
+
 def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> None:
     """Raises StoreError if the user wrote to a parameter while it was absent.
 
@@ -288,7 +324,7 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
         bindings: Of parameters that are absent.
         reads_values: Whether to look for writes that left a parameter its placeholder.
     """
-    absent = [b for b in bindings if b.num_bytes and b.placeholder.is_floating_point()]
+    absent = [b for b in bindings if b.num_bytes]
     written = [b.name for b in absent if b.parameter.data_ptr() != b.placeholder.data_ptr()]
     if reads_values:
         written += find_written({b.name: b.placeholder for b in absent})
@@ -302,7 +338,7 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
 
 
 def find_written(placeholders: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of floating-point placeholders that are not NaN any more.
+    """Returns the names of placeholders that are not what they were made any more.
 
     Reading waits for all that was asked of their device, so it is done once for each dtype.
     """
@@ -312,9 +348,9 @@ def find_written(placeholders: Mapping[str, torch.Tensor]) -> list[str]:
             of_dtype.setdefault(placeholder.dtype, []).append(name)
     written: list[str] = []
     for names in of_dtype.values():
-        singles = [placeholders[name][(0,) * placeholders[name].dim()] for name in names]
-        is_nan = torch.stack(singles).float().isnan().tolist()
-        written += [name for name, is_one in zip(names, is_nan, strict=True) if not is_one]
+        singles = torch.stack([placeholders[n][(0,) * placeholders[n].dim()] for n in names])
+        is_as_made = singles.float().isnan() if singles.is_floating_point() else singles == 0
+        written += [n for n, is_one in zip(names, is_as_made.tolist(), strict=True) if not is_one]
     return written
 
 

@@ -29,6 +29,7 @@ from offload.streaming.building import Building
 from offload.streaming.counters import ModelCounters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.edits import Edits
+from offload.streaming.link_waits import LinkWaits
 from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.model_memory import ModelMemory
 from offload.streaming.residency import Residency
@@ -78,6 +79,13 @@ class WrappedModel:
         self._names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._edits = Edits(self._parameters, is_training=options.is_training)
+        overlap = options.overlap if options.is_training else "none"
+        self._updates = StepUpdates(
+            order=order,
+            overlap=resolve_overlap(overlap),
+            is_early=overlap in ("backward", "both"),
+        )
+        link_waits = LinkWaits(self.device, self._updates.stalls)
         self._memory = ModelMemory(
             self._parameters,
             options=options,
@@ -85,18 +93,16 @@ class WrappedModel:
             store=store,
             host_budget=host_budget,
             device_budget=device_budget,
+            link_waits=link_waits,
         )
         self._attachment = Attachment(model, self._parameters, device=self.device)
-        overlap = options.overlap if options.is_training else "none"
-        self._updates = StepUpdates(
-            order=order,
-            overlap=resolve_overlap(overlap),
-            is_early=overlap in ("backward", "both"),
-        )
         self._update_now: Callable[[nn.Parameter], ParameterUpdate | None] = lambda _: None
         self._is_accumulating = False
         self.counters = ModelCounters(
-            updates=self._updates, attachment=self._attachment, store=store
+            updates=self._updates,
+            attachment=self._attachment,
+            store=store,
+            link_waits=link_waits,
         )
 
     def open(self) -> None:

@@ -185,6 +185,31 @@ class NestedLists(nn.Module):
         return self.head(x)
 
 
+class BesideCalls(nn.Module):
+    """Parameters of modules that nobody calls: lists of them, and what attention has inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.low_rank = nn.ModuleList(
+            nn.ParameterList([torch.randn(WIDTH, 2) / 4, torch.randn(2, WIDTH) / 4])
+            for _ in range(3)
+        )
+        self.mixes = nn.ParameterDict({"a": torch.ones(WIDTH), "b": torch.ones(WIDTH)})
+        self.first = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.second = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) * self.mixes["a"]
+        for attention in (self.first, self.second):
+            x = x + attention(x, x, x, need_weights=False)[0]
+        for block, (down, up) in zip(self.blocks, self.low_rank, strict=True):
+            x = block(x) + x @ down @ up
+        return self.head(x * self.mixes["b"])
+
+
 class TwoHeads(nn.Module):
     """Two losses over one trunk."""
 
@@ -269,6 +294,7 @@ ARCHITECTURES = {
     "tied_by_function": Architecture(
         SmallGPT, next_token, (("width", WIDTH), ("tie", "functional"))
     ),
+    "beside_calls": Architecture(BesideCalls, next_token),
     "two_heads": Architecture(TwoHeads, both_heads),
     "one_parameter": Architecture(OneParameter, one_sum),
 }

@@ -1,11 +1,21 @@
-"""A custom function that keeps a weight itself reads that parameter in backward: no hook helps."""
+"""Who keeps a weight itself, and not what autograd saved, finds its values: no hook helps.
+
+A custom function reads it in backward, a caller after the call that returned it, and the graph of
+what was computed outside the model's calls.
+"""
 
 import pytest
 import torch
-from parity.models import build
-from parity.oracle import Reference
+from parity.models import SmallGPT, build, loss_of
+from parity.oracle import Reference, same_bits
 from parity.sessions import open_session, use_small_records
-from parity.side_by_side import OPTIONS, require_equal_state, train_both
+from parity.side_by_side import (
+    OPTIONS,
+    require_equal_gradients,
+    require_equal_state,
+    train_both,
+)
+from parity.test_architectures import smallest_budgets
 from torch import nn
 from torch.nn import functional
 
@@ -73,3 +83,145 @@ def test_weights_that_functions_keep_need_a_slot_each_and_the_refusal_says_so(tm
 
         with pytest.raises(offload.BudgetError, match=r"slots are .*`layers.0.weight`"):
             model.loss(0).backward()
+
+
+class OutsideCalls(CustomFunctions):
+    """As `CustomFunctions`, with functions of the model's own that keep another module's weight."""
+
+    def loss(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(3, WIDTH, generator=generator).to(self.head.bias.dtype)
+        return functional.cross_entropy(self(x).float(), torch.arange(3))
+
+    def forward(self, x):
+        x = KeptWeight.apply(x, self.layers[0].weight)
+        for layer in self.layers[1:]:
+            x = x + functional.gelu(layer(x))
+        return self.head(KeptWeight.apply(x, self.layers[0].weight))
+
+
+def test_a_function_outside_the_call_of_its_weight_keeps_it(tmp_path):
+    model, reference = build(OutsideCalls), Reference(build(OutsideCalls), **OPTIONS)
+    with open_session(tmp_path, budget_bytes=1 << 20, prefetch=4) as session:
+        session.wrap(model)
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=OutsideCalls.loss)
+
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_graphs_that_keep_weights_may_end_in_any_order(tmp_path, first):
+    model, plain = build(OutsideCalls), build(OutsideCalls)
+    with open_session(tmp_path, budget_bytes=1 << 20, prefetch=4) as session:
+        session.wrap(model)
+        for each in (model, plain):
+            losses = [each.loss(0), each.loss(1)]
+            losses.pop(first).backward()
+            with torch.no_grad():
+                each.loss(2)
+            losses.pop().backward()
+
+        require_equal_gradients(model, Reference(plain))
+
+
+class Table(nn.Module):
+    """Gives its parameter to whoever calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self):
+        return self.values
+
+
+class TableModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.tables = nn.ModuleList(Table() for _ in range(2))
+
+    def loss(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(3, WIDTH, generator=generator)
+        return self(x.to(self.table.values.dtype)).float().square().mean()
+
+    def forward(self, x):
+        values = self.table()
+        for layer in self.layers:
+            x = x + functional.gelu(layer(x))
+        for table in self.tables:
+            x = x + self.layers[0](x) @ table()
+        return x @ values
+
+
+def test_a_parameter_that_a_call_returns_has_its_values_for_the_caller(tmp_path):
+    model, reference = build(TableModel), Reference(build(TableModel), **OPTIONS)
+    with open_session(tmp_path) as session:
+        session.wrap(model)
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        with torch.no_grad():
+            assert same_bits(model.loss(7), reference.model.loss(7))
+
+        train_both(model, optimizer, reference, steps=3, loss_of=TableModel.loss)
+
+        with torch.inference_mode():
+            assert same_bits(model.loss(7), reference.model.loss(7))
+        require_equal_state(session, model, reference)
+
+
+def chain():
+    return build(SmallGPT, layers=4)
+
+
+def loss_and_weights(model, index):
+    """Returns a loss with terms of weights, made before and after the call of the model."""
+    inside = model.blocks[1].attention.out.weight
+    before = (inside @ inside).float().mean()
+    del inside
+    return before + loss_of(model, index) + model.head.weight.float().square().sum()
+
+
+def with_three_slots(tmp_path, device):
+    """Returns the options of a session in which `chain` has three slots."""
+    host_bytes, device_bytes = smallest_budgets(tmp_path, chain)
+    if device == "cpu":
+        return {"budget_bytes": host_bytes + 200_000, "prefetch": 2}
+    return {"device_memory": 3 * device_bytes, "prefetch": 2}
+
+
+def test_terms_of_a_loss_may_use_weights_outside_of_every_call(tmp_path, device):
+    model, reference = chain(), Reference(chain(), **OPTIONS)
+    with open_session(tmp_path, **with_three_slots(tmp_path, device)) as session:
+        session.wrap(model)
+        assert session._wrapped.residency._pool.num_slots == 3
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=loss_and_weights)
+
+        require_equal_state(session, model, reference)
+
+
+def test_terms_of_more_weights_than_slots_are_refused_by_name(tmp_path, device):
+    few = {"device_memory": 8192} if device == "emulated" else {"budget_bytes": 58 << 10}
+    with open_session(tmp_path / "run", prefetch=1, **few) as session:
+        model = session.wrap(build(CustomFunctions))
+
+        with pytest.raises(offload.BudgetError, match=r"slots are .*`layers.0.weight`"):
+            sum(layer.weight.square().sum() for layer in model.layers).backward()
+
+
+def test_a_weight_that_a_digest_finds_kept_stays(tmp_path, device):
+    model, plain = chain(), chain()
+    with open_session(tmp_path, **with_three_slots(tmp_path, device)) as session:
+        session.wrap(model)
+        loss, expected = loss_and_weights(model, 0), loss_and_weights(plain, 0)
+        session.state_digest()
+
+        loss.backward()
+        expected.backward()
+
+        require_equal_gradients(model, Reference(plain))

@@ -9,6 +9,8 @@ from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
 from torch.nn import functional
 
+from offload import StoreError
+
 EXTREMES = [("host", "host"), ("storage", "storage")]
 
 
@@ -163,6 +165,39 @@ def test_a_model_without_parameters_runs(tmp_path, placement):
         assert session.state_digest() == Reference(nn.ReLU()).digest()
 
 
+class Complex(nn.Module):
+    """Pairs of numbers, used as complex ones: conjugates and negatives share their memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(6, 5, 2))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def loss(self, index):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(index))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        values = torch.view_as_complex(self.pairs)
+        product = torch.complex(x, 2 * x) @ values.conj().t()
+        negative = x @ values.conj().imag.t()
+        return (product.real * negative - product.imag).square().mean()
+
+    def forward(self, index):
+        return self.loss(index)
+
+
+def test_conjugates_and_negatives_of_a_parameter_are_saved_as_what_they_are(tmp_path):
+    reference = Reference(build(Complex, dtype=torch.float32), **OPTIONS)
+
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(Complex, dtype=torch.float32))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=2, loss_of=lambda m, index: m(index))
+
+        require_equal_state(session, model, reference)
+
+
 @pytest.mark.parametrize("placement", EXTREMES, ids="-".join)
 def test_frozen_integer_parameters_are_streamed(tmp_path, placement):
     class Quantised(nn.Module):
@@ -192,6 +227,23 @@ def test_frozen_integer_parameters_are_streamed(tmp_path, placement):
         assert same_bits(loss, loss_of(expected, 0))
         assert same_bits(model.scale.grad.clone(), expected.scale.grad)
         assert same_bits(model.state_dict()["codes"], expected.codes)
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+def test_a_write_to_an_absent_integer_parameter_is_refused_not_lost(tmp_path, write):
+    model = nn.Linear(16, 16)
+    model.code = nn.Parameter(torch.tensor([5]), requires_grad=False)
+    with open_session(tmp_path) as session:
+        session.wrap(model)
+        code = dict(model.named_parameters())["code"]
+
+        if write == "data":
+            code.data = torch.tensor([9])
+        else:
+            code.fill_(9)
+
+        with pytest.raises(StoreError, match="cannot fetch parameter `code`"):
+            model.state_dict()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)

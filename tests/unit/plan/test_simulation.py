@@ -6,7 +6,8 @@ import pytest
 
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.bound import ComputeTimes, step_bound
-from offload.plan.machine import Machine, PathRates
+from offload.plan.link import link_traffic
+from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.simulated_update import WindowSize
 from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, simulate
 from offload.plan.traffic import ModelBytes, step_traffic
@@ -184,15 +185,61 @@ def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(
     assert step.read_bytes - plain.read_bytes == 2 * extra  # once to add to, once to update
 
 
-def test_parameters_cross_the_link_before_each_use():
-    slow = SimulatedMachine(rates=machine(HALF), link_bytes_per_s=1e8, shares_cores=False)
+def linked(parameters, *, latency_s=0.0, **options):
+    """A step on a device behind a link of 100 MB/s each way."""
+    rates = replace(
+        machine(HALF),
+        link=LinkRates(in_bytes_per_s=1e8, out_bytes_per_s=1e8, latency_s=latency_s),
+    )
+    traffic = link_traffic(LAYOUT, parameters=parameters, gradient_dtype="parameter", micro_steps=1)
+    step = work(parameters, link=traffic, **options)
+    return simulate(step, SimulatedMachine(rates=rates, shares_cores=False), policy())
 
-    step = simulate(work("host", copies_to_device=True), slow, policy())
+
+def test_parameters_cross_the_link_before_each_use():
+    step = linked("host")
 
     # 67 MB up in forward and in backward at 100 MB/s; the last gradients of 8.4 MB come down after.
     assert step.forward_s == pytest.approx(0.67, rel=0.05)
     assert step.backward_s == pytest.approx(0.67, rel=0.05)
-    assert step.step_s > 1.34 + 0.08
+    assert step.other_s == pytest.approx(0.084, rel=0.05)
+
+
+def test_what_lives_on_the_device_crosses_the_link_after_its_update():
+    step = linked("device")
+
+    assert step.forward_s == pytest.approx(0.08)
+    # Gradients of seven units have left by the end of backward, one after the other.
+    assert step.backward_s == pytest.approx(0.02 + 7 * 0.084, rel=0.05)
+    assert step.update_s > 0.67
+
+
+def test_a_link_s_latency_is_waited_for_where_copies_do_not_follow_each_other():
+    plain, late = linked("host"), linked("host", latency_s=0.01)
+
+    # Units are fetched ahead; of gradients there is one unit's on its way at a time.
+    assert late.forward_s - plain.forward_s == pytest.approx(0.01)
+    assert late.backward_s - plain.backward_s == pytest.approx(0.07)
+    assert late.other_s - plain.other_s == pytest.approx(0.01)
+
+
+def test_the_first_gradient_waits_until_the_update_before_is_written():
+    writes = machine((1e9, 1e8, 1e8), update=1e12)
+    hidden = policy("resident", overlap=resolve_overlap("forward"))
+
+    step = simulate(work("host", forward_s=0.02), SimulatedMachine(rates=writes), hidden)
+
+    # 335.5 MB at 100 MB/s under a forward of 0.16 s; backward takes 0.32 s and none of it.
+    assert step.step_s > 3.355 + 0.32
+
+
+def test_what_backward_finds_in_its_slots_is_not_read_again():
+    simulated = SimulatedMachine(rates=machine(HALF))
+
+    again = simulate(work(), simulated, policy())
+    kept = simulate(work(kept={"u6", "u7"}), simulated, policy())
+
+    assert again.read_bytes - kept.read_bytes == 2 * LAYOUT.units[0].num_bytes
 
 
 def test_a_window_without_a_buffer_is_refused():

@@ -3,8 +3,9 @@ import pytest
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.traffic import (
     ModelBytes,
+    bytes_of_units,
     cached_state_bytes,
-    kept_for_backward_bytes,
+    kept_for_backward,
     step_traffic,
 )
 
@@ -87,7 +88,9 @@ def test_the_last_units_of_forward_one_for_each_slot_stay_for_backward():
     ]
     layout = build_layout(units, codec="split")
 
-    kept = [kept_for_backward_bytes(layout, slots) for slots in (-1, 0, 1, 2, 3, 4)]
+    kept = [
+        bytes_of_units(layout, kept_for_backward(layout, slots)) for slots in (-1, 0, 1, 2, 3, 4)
+    ]
 
     assert kept == [0, 0, 2000, 2200, 2220, 2220]
 

@@ -349,3 +349,20 @@ def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):
     assert plan["commits"] is None
     assert slots["value"].startswith("1 slot of ")
     assert slots["value"].endswith(" 0 ahead")
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "storage"])
+def test_a_slow_link_is_in_the_times_and_the_bound(text, parameters):
+    device = {"tiers.device.kind": "emulated", "policy.parameters": parameters}
+
+    free = plan_and_predict(config(text, **device)).to_json()
+    slow = plan_and_predict(config(text, **device, **{"tiers.device.link_rate": "1MB"})).to_json()
+
+    link, found = slow["link"], slow["predicted"]
+    most = max(link["in_bytes_per_step"], link["out_bytes_per_step"])
+    assert free["predicted"]["step_s"] < 0.5 * most / 1e6
+    # One unit's gradients may be on their way beside the next pass.
+    assert 0.5 * most / 1e6 < found["bound_s"] <= found["step_s"]
+    assert found["step_s"] >= 0.9 * most / 1e6
+    assert found["exposed_io_s"] > free["predicted"]["exposed_io_s"]
+    assert slow["machine"]["link"]["in_bytes_per_s"] == 1e6

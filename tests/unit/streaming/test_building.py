@@ -64,7 +64,13 @@ class Orthogonal(nn.Module):
         self.half().float()
 
 
-MODELS = [Layered, Orthogonal, lambda: nn.LSTM(8, 8, num_layers=3)]
+def stack():
+    """Layers that are deep copies of one, as torch stacks them."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+MODELS = [Layered, Orthogonal, stack, lambda: nn.LSTM(8, 8, num_layers=3)]
 
 
 def largest_bytes(model):
@@ -92,6 +98,8 @@ def test_values_and_random_state_are_those_of_a_plain_build(factory):
     ):
         assert same_bits(parameter.detach().clone(), expected.detach()), name
     assert building.peak_bytes <= budget_bytes + largest_bytes(plain)
+    held = {p for m in built.modules() for p in dict.values(m._parameters) if p is not None}
+    assert sum(p.untyped_storage().nbytes() for p in held) <= building.peak_bytes + 4 * len(held)
 
 
 @pytest.mark.parametrize("budget_bytes", [1, 1023, 1024, 4096, None])
