@@ -16,8 +16,8 @@ NUM_WARM_UP_STEPS = 2
 class TrainResult:
     """The result of `offload train`; None where a figure does not apply.
 
-    Times and bytes of a step are medians over the steps after the second of this process; with order
-    `alternating` bytes are the mean of those of odd and of even steps.
+    Times and bytes of a step are medians over the steps after the second of this process; with
+    order `alternating` bytes are the mean of those of odd and of even steps.
     """
 
     run_dir: str | None
