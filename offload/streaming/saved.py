@@ -143,8 +143,8 @@ class SavedTensorHooks(HookPair):
         base = self._residency.fetch(saved.unit, is_backward=True)
         if saved.values != saved.binding.values:
             raise RuntimeError(
-                f"cannot cast parameter `{saved.binding.name}` to {saved.dtype} again for backward: "
-                "expected the values of this graph's forward, found an edit through `.data` "
+                f"cannot cast parameter `{saved.binding.name}` to {saved.dtype} again for "
+                "backward: expected the values of this graph's forward, found an edit through `.data` "
                 "between; run the forward again"
             )
         return saved.again(base)
