@@ -144,8 +144,8 @@ class SavedTensorHooks(HookPair):
         if saved.values != saved.binding.values:
             raise RuntimeError(
                 f"cannot cast parameter `{saved.binding.name}` to {saved.dtype} again for "
-                "backward: expected the values of this graph's forward, found an edit through `.data` "
-                "between; run the forward again"
+                "backward: expected the values of this graph's forward, found an edit through "
+                "`.data` between; run the forward again"
             )
         return saved.again(base)
 
