@@ -40,6 +40,7 @@ class AccessTrace:
         self._recording: list[Access] = []
         self._prediction = Prediction()
         self.divergences = 0
+        self.num_passes = 0
 
     def begin(self, mode: str) -> None:
         """Ends the current pass and starts one of `mode`."""
@@ -47,6 +48,7 @@ class AccessTrace:
             self._last[self._mode] = self._recording
         self._mode = mode
         self._recording = []
+        self.num_passes += 1
         self.predict(mode)
 
     def predict(self, mode: str) -> None:
