@@ -118,7 +118,7 @@ def test_with_unequal_records_any_number_of_alternating_steps_moves_the_bytes_of
         order="alternating",
         baseline=baseline,
         parameters=parameters,
-        memory=80 << 20,
+        memory=64 << 20,
         steps=steps,
     )
 
