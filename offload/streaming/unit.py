@@ -36,10 +36,14 @@ def wait_quietly(transfers: Iterable[Transfer]) -> None:
 
 
 @contextlib.contextmanager
-def errors_without_memory() -> Iterator[None]:
-    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+def filling_slots() -> Iterator[None]:
+    """Makes what any pass may use, and keeps no slot as long as an error.
+
+    A pass in inference mode fetches for those that follow it, and frames of an error have tensors.
+    """
     try:
-        yield
+        with torch.inference_mode(mode=False):
+            yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
