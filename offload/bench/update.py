@@ -24,10 +24,16 @@ from offload.optim.kernels import load_kernels
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
-from offload.plan.traffic import ModelBytes, StepTraffic, cached_state_bytes, step_traffic
+from offload.plan.traffic import (
+    ModelBytes,
+    StepTraffic,
+    cached_state_bytes,
+    is_in_turns,
+    step_traffic,
+)
 from offload.runs.busy import CpuTime, others_cpu_share
 from offload.runs.probe import ProbeSize, probe_machine
-from offload.runs.result import ratio
+from offload.runs.result import ratio, typical_bytes
 from offload.sizes import MIB
 from offload.storage.engine import Engine
 
@@ -142,7 +148,7 @@ class _Bench:
             digest = updates.digest()
             commit_s = updates.commit_s if isinstance(updates, EngineUpdates) else []
         machine = before.best_of(self._probe())
-        traffic = self._traffic(num_cached)
+        traffic = self._traffic(num_cached, numbers)
         total = options.steps * sum(record.padded_bytes for record in self._layout.records)
         report = self._report(measured, machine, traffic, moved, digest, commit_s, hits / total)
         return replace(report, others_cpu_share=others_share)
@@ -175,17 +181,23 @@ class _Bench:
             on_step(number, step)
         return step
 
-    def _traffic(self, num_cached: int) -> StepTraffic:
-        """Returns the bytes of a step by the rules of what is measured."""
+    @property
+    def _order(self) -> str:
         rules = RULES.get(self._options.baseline)
-        order = rules.order if rules else self._options.order
+        return rules.order if rules else self._options.order
+
+    def _traffic(self, num_cached: int, steps: Sequence[int]) -> StepTraffic:
+        """Returns the bytes of one of `steps` by the rules of what is measured."""
+        rules = RULES.get(self._options.baseline)
         spilled = 4 * self._options.parameters if rules and rules.spills_gradients else 0
         return step_traffic(
             ModelBytes.of(self._layout),
             parameters="host",
             optimizer="storage",
             micro_steps=1,
-            cached_state_bytes=cached_state_bytes(self._layout, order, num_cached),
+            cached_state_bytes=cached_state_bytes(
+                self._layout, self._order, num_cached, steps=steps
+            ),
             spilled_gradient_bytes=spilled,
         )
 
@@ -236,13 +248,16 @@ class _Bench:
                 [step.step_s for step in steps],
                 lambda rates: [self._bound(rates, traffic).step_s] * len(steps),
             )
-        bound = self._bound(machine, traffic)
+        bound, in_turns = self._bound(machine, traffic), is_in_turns(self._order)
+        read_bytes = typical_bytes([s.read_bytes for s in steps], in_turns=in_turns)
+        write_bytes = typical_bytes([s.write_bytes for s in steps], in_turns=in_turns)
+        assert read_bytes is not None and write_bytes is not None
         return UpdateReport(
             baseline=self._options.baseline,
             update_s=update_s,
             step_s=step_s,
-            read_bytes_per_step=round(statistics.median(step.read_bytes for step in steps)),
-            write_bytes_per_step=round(statistics.median(step.write_bytes for step in steps)),
+            read_bytes_per_step=read_bytes,
+            write_bytes_per_step=write_bytes,
             formula_read_bytes_per_step=traffic.read_bytes,
             formula_write_bytes_per_step=traffic.write_bytes,
             cache_hit_rate=hit_rate,

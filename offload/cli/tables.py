@@ -111,14 +111,14 @@ def render_plan(console: Console, result: Result) -> None:
     ]
     rows += [
         (
-            "to fit less memory",
+            f"to fit less {saving['tier']}",
             f"{saving['change']}, {saving['why']}: "
-            + format_figure("num_bytes", saving["smallest_host_bytes"]),
+            + format_figure("num_bytes", saving["smallest_bytes"]),
         )
         for saving in values.get("give_up", [])
     ]
     if values.get("give_up_note"):
-        rows.append(("to fit less memory", values["give_up_note"]))
+        rows.append(("what else would help", values["give_up_note"]))
     rows += [(key, format_figure(key, found)) for key, found in values["policy"].items()]
     rows += [
         (each["choice"], f"{each['value']}: {each['why']}") for each in values.get("choices", [])

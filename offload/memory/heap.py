@@ -47,16 +47,20 @@ class HeapHoles:
         Memory that was touched since the last time, and is not of the heap, counts too: then once.
         """
         info = _function("mallinfo2")
-        if info is None:
+        # The C library walks all that is free, so it is not asked where nothing has grown.
+        if info is None or not self._is_beyond(num_bytes):
             return False
         info.restype = _HeapInfo  # type: ignore[attr-defined]
         found: _HeapInfo = info()  # type: ignore[assignment]
         self._most_used_bytes = max(self._most_used_bytes, found.uordblks)
-        heap_bytes = _resident_bytes() - self._other_bytes
-        if heap_bytes <= self._most_used_bytes + num_bytes or not trim_heap():
+        if not self._is_beyond(num_bytes):
             return False
+        was_trimmed = trim_heap()
         self._other_bytes = _resident_bytes() - found.uordblks
-        return True
+        return was_trimmed
+
+    def _is_beyond(self, num_bytes: int) -> bool:
+        return _resident_bytes() - self._other_bytes > self._most_used_bytes + num_bytes
 
 
 def _resident_bytes() -> int:

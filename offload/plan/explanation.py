@@ -41,10 +41,12 @@ class Uncovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A change that lets a run fit less memory."""
+    """A change that lets a run fit a smaller tier."""
 
     change: str
-    smallest_host_bytes: int
+    tier: str
+    smallest_bytes: int
+    """Of the tier, with the change."""
     why: str
 
 

@@ -21,6 +21,18 @@ from offload.plan.tiles import Pieces, slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
 from offload.sizes import format_size
 
+_BUDGETS = {
+    "host": "`tiers.host.memory`",
+    "device": "`tiers.device.memory`",
+    "storage": "storage (`tiers.storage.paths` and `capacity`)",
+}
+_CHOICES = {
+    "host": "`policy`, `train.gradient_dtype` or `activations.offload`",
+    "device": "`policy.parameters`",
+    "storage": "`policy`, `activations.offload`, `checkpoint` or `tiers.storage.durability`",
+}
+"""What decides how much of a tier is needed, beside the model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
@@ -48,7 +60,7 @@ class RunPlan:
     choices: Choices | None = None
     """The run's policy."""
     savings: tuple[Saving, ...] = ()
-    """What to give up for less memory, where the run does not fit."""
+    """What to give up for less of a tier that the run does not fit."""
     smallest_anew_bytes: int | None = None
     """The smallest host budget without the store that is gone on with, where the run does not fit.
     """
@@ -96,42 +108,69 @@ class RunPlan:
         if self.fits:
             return
         savings = [
-            f"`{each.change}` needs {format_size(each.smallest_host_bytes)}, as {each.why}"
+            f"`{each.change}` needs {format_size(each.smallest_bytes)} of {each.tier}, "
+            f"as {each.why}"
             for each in self.savings
         ]
         note = self._give_up_note()
         raise PlanError("; ".join([*self.reasons, *savings, *([note] if note else [])]))
 
+    @property
+    def smallest_bytes(self) -> dict[str, int | None]:
+        """The smallest budget of each tier with which the run fits it; None where it has none."""
+        return {
+            "host": self.host.smallest_bytes if self.host else None,
+            "device": self.device.smallest_bytes if self.device else None,
+            "storage": self.storage.planned_bytes if self.storage else None,
+        }
+
+    @property
+    def short_tiers(self) -> list[str]:
+        """The tiers that are too small for the run."""
+        storage = self.storage
+        fits = {
+            "host": self.host is None or self.host.fits,
+            "device": self.device is None or self.device.fits,
+            "storage": storage is None or storage.planned_bytes <= storage.budget_bytes,
+        }
+        return [tier for tier, is_enough in fits.items() if not is_enough]
+
     def _give_up_note(self) -> str | None:
-        """Says what beside choices decides how much host memory is needed, if too little."""
-        if self.host is None or self.host.fits:
-            return None
-        notes, helps = [], "only more of it, or a smaller model, helps"
-        anew = self.smallest_anew_bytes
-        if anew is not None and anew < self.host.smallest_bytes:
-            notes.append(
-                "the store keeps the layout that it was begun with, with records of "
-                f"{format_size(self.host.buffer_bytes)}: a run that begins anew, with another "
-                f"`--run-dir` and without `--resume`, needs {format_size(anew)}"
-            )
-            helps = "only more of it, a run that begins anew, or a smaller model, helps"
-        if not self.savings:
-            notes.append(
-                "no other choice of `policy`, `train.gradient_dtype` or `activations.offload` "
-                f"needs less of `tiers.host.memory`: {helps}"
-            )
+        """Says what else decides how much is needed of a tier that is too small."""
+        notes, helped = [], {saving.tier for saving in self.savings}
+        anew = self._begun_anew_note()
+        if anew is not None:
+            notes.append(anew)
+        for tier in self.short_tiers:
+            if tier not in helped:
+                other = "a run that begins anew, " if tier == "host" and anew else ""
+                notes.append(
+                    f"no other choice of {_CHOICES[tier]} needs less of {_BUDGETS[tier]}: only "
+                    f"more of it, {other}or a smaller model, helps"
+                )
         return "; ".join(notes) or None
+
+    def _begun_anew_note(self) -> str | None:
+        host, anew_bytes = self.host, self.smallest_anew_bytes
+        if host is None or anew_bytes is None or anew_bytes >= host.smallest_bytes:
+            return None
+        return (
+            "the store keeps the layout that it was begun with, with records of "
+            f"{format_size(host.buffer_bytes)}: a run that begins anew, with another "
+            f"`--run-dir` and without `--resume`, needs {format_size(anew_bytes)}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`; what does not apply or is not known is None."""
         host, storage, device = self.host, self.storage, self.device
+        smallest = self.smallest_bytes
         return {
             "fits": self.fits,
             "reasons": self.reasons,
             "smallest": {
-                "host_memory": host.smallest_bytes if host else None,
-                "device_memory": device.smallest_bytes if device else None,
-                "storage": storage.planned_bytes if storage else None,
+                "host_memory": smallest["host"],
+                "device_memory": smallest["device"],
+                "storage": smallest["storage"],
             },
             "tiers": {
                 "device": {

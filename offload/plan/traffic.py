@@ -112,19 +112,29 @@ def bytes_of_units(layout: ModelLayout, names: Collection[str]) -> int:
     return sum(placed.facts.num_bytes for unit in units for placed in unit.parameters())
 
 
-def cached_state_bytes(layout: ModelLayout, order: str, num_cached: int) -> int:
+def cached_state_bytes(
+    layout: ModelLayout, order: str, num_cached: int, *, steps: Iterable[int] = (1, 2)
+) -> int:
     """Returns H: bytes of the records that an update finds in memory, as the last step kept them.
 
-    The mean of two steps: an order may keep others in every second one, and records differ in size.
+    The mean of odd and even steps: an order may keep others in these, and records differ in size.
 
     Args:
         layout: Of the model.
         order: The policy's name.
         num_cached: Records for whose state there is room.
+        steps: From 1. Where all are odd, or all even, it is theirs alone.
     """
-    records = layout.records
-    kept = [resolve_order(order).kept(len(records), num_cached, step) for step in (1, 2)]
-    return sum(records[index].num_bytes for step in kept for index in step) // 2
+    records, turns = layout.records, {step % 2 for step in steps}
+    # What an odd step finds an even one has kept.
+    kept = [resolve_order(order).kept(len(records), num_cached, 2 - (not turn)) for turn in turns]
+    return sum(records[index].num_bytes for each in kept for index in each) // len(turns)
+
+
+def is_in_turns(order: str) -> bool:
+    """Whether odd and even steps of an order keep other records, so that they move other bytes."""
+    policy = resolve_order(order)
+    return policy.kept(2, 1, step=1) != policy.kept(2, 1, step=2)
 
 
 def step_traffic(

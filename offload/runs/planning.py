@@ -1,5 +1,6 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from offload.runs.planned_storage import (
     require_writable_paths,
     storage_warnings,
 )
-from offload.runs.planned_units import arrange_run, possible_savings
+from offload.runs.planned_units import arrange_run
+from offload.runs.savings import possible_savings
 from offload.runs.spilled import spilled_bytes
 from offload.sizes import parse_duration
 from offload.streaming.arrangement import Arrangement
@@ -69,7 +71,7 @@ def plan_run(
     kept = _kept(config, arrangement)
     kept_bytes = bytes_of_units(layout, kept)
     spilled = spilled_bytes(config)
-    return RunPlan(
+    plan = RunPlan(
         layout=layout,
         host=host,
         storage=None
@@ -97,19 +99,20 @@ def plan_run(
         ),
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
-        savings=()
-        if host is None or host.fits
-        else tuple(
-            possible_savings(config, model, stored=stored, smallest_bytes=host.smallest_bytes)
-        ),
-        smallest_anew_bytes=None
-        if host is None or host.fits or stored is None
-        else arrange_run(config, model).host.smallest_bytes,
         drains=config.checkpoint.drain is not None,
         co_resident_units=discovered.co_resident_units,
         element_units=tuple(unit.is_element for unit in discovered.units),
         gradient_dtype=config.train.gradient_dtype,
         tiled=discovered.wide_names,
+    )
+    if plan.fits:
+        return plan
+    return dataclasses.replace(
+        plan,
+        savings=tuple(possible_savings(config, model, plan, stored=stored, stores=stores)),
+        smallest_anew_bytes=None
+        if stored is None or "host" not in plan.short_tiers
+        else arrange_run(config, model).host.smallest_bytes,
     )
 
 

@@ -16,7 +16,8 @@ NUM_WARM_UP_STEPS = 2
 class TrainResult:
     """The result of `offload train`; None where a figure does not apply.
 
-    Times and bytes of a step are medians over the steps after the second of this process.
+    Times and bytes of a step are medians over the steps after the second of this process; with
+    order `alternating` bytes are the mean of those of odd and of even steps.
     """
 
     run_dir: str | None
@@ -111,20 +112,26 @@ class StepMedians:
     tokens_per_s: float | None
 
     @staticmethod
-    def of(steps: Sequence[StepMetrics], bounds: Sequence[Bound | None]) -> "StepMedians":
+    def of(
+        steps: Sequence[StepMetrics],
+        bounds: Sequence[Bound | None],
+        *,
+        in_turns: bool = False,
+    ) -> "StepMedians":
         """Returns the medians over `steps` of one process, in order; skipped ones don't count.
 
         Args:
             steps: Of one process, in order.
             bounds: Those of each.
+            in_turns: Whether odd and even steps move other bytes.
         """
         pairs = zip(steps[NUM_WARM_UP_STEPS:], bounds[NUM_WARM_UP_STEPS:], strict=True)
         kept = [(step, bound) for step, bound in pairs if not step.skipped]
         measured = [step for step, _ in kept]
         known = [bound for _, bound in kept if bound is not None]
         return StepMedians(
-            read_bytes=_whole(_median(step.read_bytes for step in measured)),
-            write_bytes=_whole(_median(step.write_bytes for step in measured)),
+            read_bytes=typical_bytes([s.read_bytes for s in measured], in_turns=in_turns),
+            write_bytes=typical_bytes([s.write_bytes for s in measured], in_turns=in_turns),
             activation_offload_bytes=_whole(
                 _median(step.activation_offload_bytes for step in measured)
             ),
@@ -138,6 +145,24 @@ class StepMedians:
             update_bound_s=_median(bound.update_s for bound in known),
             tokens_per_s=_median(step.tokens_per_s for step in measured),
         )
+
+
+def measured_steps(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """Returns those of a process that its medians are over: neither warm-up nor skipped."""
+    return [step for step in steps[NUM_WARM_UP_STEPS:] if not step.skipped]
+
+
+def typical_bytes(values: Sequence[int], *, in_turns: bool) -> int | None:
+    """Returns the median of the bytes of successive steps; None without any.
+
+    Args:
+        values: Of each step.
+        in_turns: Whether odd and even steps move other bytes: then it is the mean of the median of
+            either, so that it does not depend on how many steps there are.
+    """
+    turns = [values[::2], values[1::2]] if in_turns else [values]
+    medians = [statistics.median(each) for each in turns if each]
+    return round(statistics.mean(medians)) if medians else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -1,14 +1,17 @@
 """Makes the result of a run from its plan and what it did."""
 
+from collections.abc import Sequence
+
 from offload.config import Config
 from offload.plan.lost_work import LostWork
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
-from offload.plan.traffic import ModelBytes
+from offload.plan.traffic import ModelBytes, cached_state_bytes, is_in_turns
 from offload.plan.wear import wear
 from offload.runs.gpt import logits_workspace_bytes
+from offload.runs.metrics import StepMetrics
 from offload.runs.model import gpt_shape
-from offload.runs.result import StepMedians, TrainResult, ratio
+from offload.runs.result import StepMedians, TrainResult, measured_steps, ratio
 from offload.runs.run_directory import RunDirectory
 from offload.runs.training_run import RunSummary
 from offload.sizes import parse_duration
@@ -34,7 +37,9 @@ def run_result(
         summary: What this process did.
     """
     recorder, stats = summary.recorder, summary.stats
-    medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine))
+    in_turns = is_in_turns(config.policy.order)
+    medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine), in_turns=in_turns)
+    beside_mean = _state_beside_mean(config, plan, measured_steps(recorder.steps))
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
         run_dir=str(directory.path),
@@ -64,8 +69,8 @@ def run_result(
         commit_bytes=stats.commit_bytes,
         read_bytes_per_step=medians.read_bytes,
         write_bytes_per_step=medians.write_bytes,
-        formula_read_bytes_per_step=plan.traffic.read_bytes,
-        formula_write_bytes_per_step=plan.traffic.write_bytes,
+        formula_read_bytes_per_step=plan.traffic.read_bytes + beside_mean,
+        formula_write_bytes_per_step=plan.traffic.write_bytes + beside_mean,
         step_s=medians.step_s,
         forward_s=medians.forward_s,
         backward_s=medians.backward_s,
@@ -83,6 +88,16 @@ def run_result(
         stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )
+
+
+def _state_beside_mean(config: Config, plan: RunPlan, steps: Sequence[StepMetrics]) -> int:
+    """Returns the state that `steps` move each way beyond the mean of odd and even ones."""
+    host = plan.host
+    if host is None or config.optimizer_tier != "storage" or not steps:
+        return 0
+    order, numbers = config.policy.order, [step.step for step in steps]
+    mean_bytes = cached_state_bytes(plan.layout, order, host.num_cached)
+    return mean_bytes - cached_state_bytes(plan.layout, order, host.num_cached, steps=numbers)
 
 
 def _upkeep(

@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_keeps_its_policy_while_that_fits(tmp_path, small_con
 def test_a_run_whose_times_are_not_known_says_that_nothing_was_chosen(
     tmp_path, small_config, train, monkeypatch, caplog
 ):
-    monkeypatch.setattr("offload.runs.pass_finder.PassFinder.find", lambda self, rate: None)
+    monkeypatch.setattr("offload.runs.pass_finder.PassFinder.find", lambda self, **rates: None)
 
     train(small_config(train__steps=1, policy="auto"), run_dir=tmp_path / "run")
 

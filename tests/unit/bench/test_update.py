@@ -46,10 +46,10 @@ def paths_of(tmp_path, *names):
     return paths
 
 
-def measure(paths, *, memory=40 << 20, **options):
+def measure(paths, *, memory=40 << 20, parameters=PARAMETERS, steps=1, **options):
     return bench_update(
         UpdateOptions(
-            parameters=PARAMETERS, paths=paths, host_memory_bytes=memory, steps=1, **options
+            parameters=parameters, paths=paths, host_memory_bytes=memory, steps=steps, **options
         )
     )
 
@@ -103,6 +103,29 @@ def test_a_baseline_moves_its_own_bytes_and_computes_the_same_bits(tmp_path):
     assert len(deepspeed.paths) == 1
     assert mlp.formula_read_bytes_per_step == pytest.approx(mlp.read_bytes_per_step, rel=0.05)
     assert max(mlp.read_bytes_per_step, mlp.write_bytes_per_step) < 12 * PARAMETERS
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("baseline", ["engine", "mlp-like"])
+def test_with_unequal_records_any_number_of_alternating_steps_moves_the_bytes_of_the_formula(
+    tmp_path, baseline, steps
+):
+    (path,) = paths_of(tmp_path, "a")
+    parameters = 9 * (1 << 20) // 2  # the last record is half of the others
+
+    found = measure(
+        [path],
+        order="alternating",
+        baseline=baseline,
+        parameters=parameters,
+        memory=80 << 20,
+        steps=steps,
+    )
+
+    assert 0 < found.cache_hit_rate < 1
+    for way in ("read", "write"):
+        moved = getattr(found, f"{way}_bytes_per_step")
+        assert moved == pytest.approx(getattr(found, f"formula_{way}_bytes_per_step"), rel=0.01)
 
 
 @pytest.mark.parametrize("memory", [32 << 20, 80 << 20])

@@ -4,11 +4,14 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import offload
+from offload.memory import heap
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library is not glibc 2.33 or newer"
@@ -112,6 +115,47 @@ def test_holes_go_back_to_the_kernel_once_the_heap_has_grown_for_want_of_them() 
     assert abs(freed) < 1 << 20  # not more than was in use at one time
     assert grown > 9 << 20  # of 10 MB in blocks of 200 KiB
     assert trimmed < 1 << 20
+
+
+class CountedHeap:
+    """A C library that counts for how often it was asked; sizes in MiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used, self.resident, self.num_walks = 100, 150, 0
+        monkeypatch.setattr(heap, "_function", lambda name: partial(getattr(self, name)))
+        monkeypatch.setattr(heap, "_resident_bytes", lambda: self.resident << 20)
+
+    def mallinfo2(self) -> SimpleNamespace:
+        self.num_walks += 1
+        return SimpleNamespace(uordblks=self.used << 20)
+
+    def malloc_trim(self, pad: int) -> int:
+        self.num_walks += 1
+        return 0  # nothing was free
+
+
+def test_the_heap_is_walked_only_when_more_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, holes = CountedHeap(monkeypatch), heap.HeapHoles()
+    holes.limit(8 << 20)
+    num_before = found.num_walks
+
+    for _ in range(100):
+        found.used -= 1
+        holes.limit(8 << 20)
+
+    assert found.num_walks == num_before
+
+
+def test_memory_elsewhere_has_the_heap_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, holes = CountedHeap(monkeypatch), heap.HeapHoles()
+    holes.limit(8 << 20)
+    found.resident += 64
+    num_before = found.num_walks
+
+    for _ in range(100):
+        holes.limit(8 << 20)
+
+    assert found.num_walks == num_before + 2
 
 
 @pytest.mark.parametrize("environment", [

@@ -5,6 +5,7 @@ from offload.plan.traffic import (
     ModelBytes,
     bytes_of_units,
     cached_state_bytes,
+    is_in_turns,
     kept_for_backward,
     step_traffic,
 )
@@ -107,6 +108,10 @@ def test_what_a_step_finds_in_memory_is_the_mean_of_two_steps(order, elements):
     )
 
     found = cached_state_bytes(layout, order, 2)
+    odd, even = (cached_state_bytes(layout, order, 2, steps=steps) for steps in ([3, 5], [4]))
 
     assert [record.num_bytes for record in layout.records] == [40960, 40960, 40960, 5120]
-    assert found == elements * 10
+    assert found == elements * 10 == (odd + even) // 2
+    assert (odd != even) == is_in_turns(order) == (order == "alternating")
+    # An odd step begins with the first two, which the step before it came to last.
+    assert odd == even or (odd, even) == (2 * 40960, 40960 + 5120)

@@ -255,7 +255,7 @@ def test_a_run_that_does_not_fit_measures_nothing_and_says_what_to_give_up(text)
         on_measure=seen.append,
     ).to_json()
 
-    changes = {saving["change"]: saving["smallest_host_bytes"] for saving in plan["give_up"]}
+    changes = {saving["change"]: saving["smallest_bytes"] for saving in plan["give_up"]}
     assert seen == []
     assert set(changes) == {'policy.parameters = "storage"', 'train.gradient_dtype = "parameter"'}
     assert max(changes.values()) < plan["smallest"]["host_memory"]

@@ -106,7 +106,7 @@ def test_memory_for_activations_is_among_what_can_be_given_up():
 
     (saving,) = plan["give_up"]
     assert saving["change"] == 'activations.offload = "none"'
-    assert saving["smallest_host_bytes"] <= 8 << 20
+    assert saving["smallest_bytes"] <= 8 << 20
     assert plan["give_up_note"] is None
 
 
@@ -124,6 +124,46 @@ def test_where_nothing_helps_a_plan_and_an_error_say_so(tmp_path):
         "tiers.host.memory=64KiB",
         "policy.parameters=host",
     )
+
+
+def test_where_storage_alone_is_short_a_plan_says_what_takes_less_of_it():
+    short = "tiers.storage.capacity=20MiB"
+    kept = ("checkpoint.save_every=2", "checkpoint.keep_last=2", "train.max_grad_norm=0")
+
+    once = plan_run(config(short)).to_json()
+    often = plan_run(config(short, *kept, "policy.overlap=both", "optimizer.codec=fp32")).to_json()
+
+    uncommitted = 'tiers.storage.durability = "none"'
+    assert [saving["change"] for saving in once["give_up"]] == [uncommitted]
+    assert [saving["change"] for saving in often["give_up"]] == [
+        'policy.overlap = "none"',
+        'optimizer.codec = "split"',
+        "checkpoint.save_every = 0",
+        f"{uncommitted}, checkpoint.save_every = 0",
+    ]
+    for plan in (once, often):
+        assert plan["give_up_note"] is None
+        for saving in plan["give_up"]:
+            assert saving["tier"] == "storage"
+            assert saving["smallest_bytes"] < plan["smallest"]["storage"]
+    (saving,) = once["give_up"]
+    enough = (uncommitted, f"tiers.storage.capacity={saving['smallest_bytes']}")
+    assert plan_run(config(*enough)).fits
+
+
+def test_where_nothing_takes_less_storage_or_device_memory_a_plan_says_so():
+    least = plan_run(
+        config("tiers.storage.capacity=20MiB", 'tiers.storage.durability="none"')
+    ).to_json()
+    device = ("tiers.device.kind=emulated", "tiers.device.memory=64KiB")
+    streamed = plan_run(config(*device)).to_json()
+    placed = plan_run(config(*device, "policy.parameters=device")).to_json()
+
+    assert least["give_up"] == streamed["give_up"] == []
+    assert "`tiers.storage.capacity`" in least["reasons"][0]
+    assert "needs less of storage" in least["give_up_note"]
+    assert "needs less of `tiers.device.memory`" in streamed["give_up_note"]
+    assert [each["change"] for each in placed["give_up"]] == ['policy.parameters = "host"']
 
 
 def test_a_batch_that_no_memory_holds_is_refused_with_what_to_lower(tmp_path):
