@@ -62,6 +62,14 @@ class LinkRates:
         """Returns the least time for the bytes, both ways at once, without latency."""
         return max(in_bytes / self.in_bytes_per_s, out_bytes / self.out_bytes_per_s)
 
+    def best_of(self, other: "LinkRates") -> "LinkRates":
+        """Returns the better of each figure of two measurements of the same link."""
+        return LinkRates(
+            in_bytes_per_s=max(self.in_bytes_per_s, other.in_bytes_per_s),
+            out_bytes_per_s=max(self.out_bytes_per_s, other.out_bytes_per_s),
+            latency_s=min(self.latency_s, other.latency_s),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -112,6 +120,7 @@ class Machine:
             update_parameters_per_s=max(
                 self.update_parameters_per_s, other.update_parameters_per_s
             ),
+            link=self.link.best_of(other.link) if self.link and other.link else self.link,
         )
 
     def with_faster_paths(self, factor: float) -> "Machine":

@@ -90,8 +90,8 @@ class PassProfile:
     """Resident memory of passes beside activations: gradients on their way, workspaces of
     libraries, holes of the heap. None where the kernel did not tell."""
     workspace_layer_bytes: float | None = None
-    record_s: float = 0.0
-    """Of an update, for each record, beside the fused pass."""
+    record_s: float | None = None
+    """Of an update, for each record, beside the fused pass; None where it was not measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

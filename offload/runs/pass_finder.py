@@ -73,7 +73,11 @@ class PassFinder:
             units=shares.scaled(forward_s=run.forward_s, backward_s=run.backward_s),
             other_s=run.other_s,
             activation_bytes=round(run.activation_bytes),
-            workspace_bytes=_rounded(run.workspace_bytes),
+            workspace_bytes=(
+                shares.workspace_bytes
+                if run.workspace_bytes is None
+                else round(run.workspace_bytes)
+            ),
             record_s=shares.record_s,
         )
 
@@ -85,7 +89,8 @@ class PassFinder:
         if shape is None:
             return None
         known = self._profile.find_passes(shape, threads=self._threads)
-        if known is not None or not measures:
+        is_whole = known is not None and known.record_s is not None
+        if is_whole or not measures:
             return known
         self._on_measure("passes of a model of 1 and of 3 layers")
         budget = config.tiers.host.memory or self._plan.in_memory_bytes
@@ -119,7 +124,7 @@ class PassFinder:
             other_s=passes.other_s + layers * passes.other_layer_s,
             activation_bytes=round(activations),
             workspace_bytes=_rounded(workspace),
-            record_s=passes.record_s,
+            record_s=passes.record_s or 0.0,
         )
 
     def _estimated(self, copy_bytes_per_s: float, *, is_known: bool) -> ModelPasses | None:

@@ -113,17 +113,23 @@ class StepRecorder:
         With updates under the next forward this is from the end of the updates before to the end
         of those that ran in this step, whenever that was.
         """
-        after, validated = facts.after, facts.validated
-        since, now = self._since or facts.before.moved_by_steps, after.moved_by_steps
+        since, now = self._since or facts.before.moved_by_steps, facts.after.moved_by_steps
         read_bytes = now.read_bytes - since.read_bytes - self._validation_bytes
-        update_bytes = validated.update_read_bytes - after.update_read_bytes
         self._since = now
-        self._validation_bytes = validated.read_bytes - after.read_bytes - update_bytes
+        self._validation_bytes = self._validation_read_bytes(facts)
         return MovedBytes(
             read_bytes=max(read_bytes, 0),
             write_bytes=now.write_bytes - since.write_bytes,
             cache_hit_bytes=now.cache_hit_bytes - since.cache_hit_bytes,
         )
+
+    def _validation_read_bytes(self, facts: StepFacts) -> int:
+        after, validated = facts.after, facts.validated
+        if self.overlap not in ("forward", "both"):
+            # It uses what was read ahead, and the next step reads that again.
+            return validated.moved_by_steps.read_bytes - after.moved_by_steps.read_bytes
+        update_bytes = validated.update_read_bytes - after.update_read_bytes
+        return validated.read_bytes - after.read_bytes - update_bytes
 
     @property
     def prefetch_hit_rate(self) -> float | None:

@@ -30,7 +30,8 @@ class SessionStats:
     update_read_bytes: int = 0
     """The part of `read_bytes` that updates read."""
     moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
-    """The counters of when no update was pending last: differences are of whole steps."""
+    """The counters of when no update was pending last, without what is read ahead for a pass that
+    has not begun: differences are of whole steps."""
     stalls: tuple[Stall, ...] = ()
     """What the caller's thread waited for, longest first."""
     accesses: int = 0

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.storage.stalls import Stall
 from offload.storage.store import BlockStore
@@ -52,6 +52,8 @@ class ModelCounters:
         self._store = store
         self._link_waits = link_waits
         self._moved_by_steps = MovedBytes()
+        self._ahead_read_bytes = 0
+        self._ahead_after = 0
 
     @property
     def io_wait_s(self) -> float:
@@ -106,8 +108,16 @@ class ModelCounters:
         )
 
     def moved_by_steps(self) -> MovedBytes:
-        """Returns `moved` of when no update was pending last: differences are of whole steps."""
-        return self.moved() if self._updates.deferred is None else self._moved_by_steps
+        """Returns `moved` of when no update was pending last: differences are of whole steps.
+
+        Where updates run at once this is now, without what is read for a pass that has not begun.
+        """
+        if self._updates.deferred is not None:
+            return self._moved_by_steps
+        moved = self.moved()
+        is_before_pass = self._num_passes() == self._ahead_after
+        ahead_bytes = self._ahead_read_bytes if is_before_pass else 0
+        return replace(moved, read_bytes=moved.read_bytes - ahead_bytes)
 
     def end_step(self) -> None:
         """Takes what was moved so far as that of whole steps."""
@@ -127,6 +137,18 @@ class ModelCounters:
         before = self._read_bytes()
         yield
         self.digest_read_bytes += self._read_bytes() - before
+
+    @contextlib.contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Counts what is read in this context as read for the next pass."""
+        before = self._read_bytes()
+        yield
+        self._ahead_read_bytes = self._read_bytes() - before
+        self._ahead_after = self._num_passes()
+
+    def _num_passes(self) -> int:
+        streamed = self._attachment.streamed
+        return streamed.residency.trace.num_passes if streamed is not None else 0
 
     def _read_bytes(self) -> int:
         return self._store.stats().read_bytes if self._store is not None else 0

@@ -257,7 +257,8 @@ class WrappedModel:
             self._updates.failure = error
             raise
         if self._attachment.streamed is not None:
-            self._attachment.streamed.after_update()
+            with self.counters.reading_ahead():
+                self._attachment.streamed.after_update()
         self.counters.update_s += time.perf_counter() - started
 
     # What the session asks.

@@ -6,6 +6,7 @@ nothing asks for the weight of unit 0. An event names what is asked of the tier 
 """
 
 import contextlib
+import itertools
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from offload.layout import UnitFacts, build_layout
 from offload.memory import Budget, SlotPool, memory_of
 from offload.streaming.discovery import discover_units
 from offload.streaming.model import StreamedModel
+from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency import Residency
 from offload.streaming.unit import StreamedUnit
 
@@ -333,6 +335,28 @@ def test_a_unit_is_read_for_forward_and_for_backward_unless_it_stays(slots, expe
     reads = [event for event in harness.take() if event.startswith(("fetch", "prefetch"))]
     counts = Counter(int(event.split()[1]) for event in reads)
     assert counts == expected
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_reads_are_the_same_however_the_distance_changes(slots, monkeypatch):
+    # As where fetches come late or early by turns. What is read ahead is the next step's.
+    distances = itertools.cycle([3, 1, 2, 1, 3])
+    monkeypatch.setattr(
+        PrefetchDistance, "units", property(lambda d: max(min(next(distances), d._most), d._least))
+    )
+    harness = Harness(slots=slots, distance=1)
+    harness.step()
+    harness.take()
+
+    steps = []
+    for _ in range(6):
+        harness.step()
+        events = harness.take()
+        used, ahead = events[: events.index("update")], events[events.index("update") :]
+        steps.append([sum("fetch" in event for event in part) for part in (used, ahead)])
+
+    reads = [now[0] + before[1] for before, now in itertools.pairwise(steps)]
+    assert set(reads) == {4 + max(3 - slots, 0)}
 
 
 FORWARD_WITHIN_A_STEP = [

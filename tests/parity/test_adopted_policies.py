@@ -5,7 +5,7 @@ import pytest
 from offload.config import load_config
 from offload.errors import PlanError
 
-SLOW = "20MB"
+SLOW = "5MB"
 """Of the path each second: then what lies in memory is faster whatever the machine does."""
 
 

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from offload.plan.bound import ComputeTimes, step_bound
-from offload.plan.machine import Machine, PathRates
+from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.traffic import ModelBytes, step_traffic
 
 GB = 10**9
@@ -136,3 +138,17 @@ def test_an_update_under_backward_or_both_shares_their_time():
     # 6 GB both ways and 1 GB of parameters in take 6.5 s; with both passes' parameters 7 s.
     assert backward.step_s == pytest.approx(2.0 + 4.0 + 2.0 + 6.5)
     assert both.step_s == pytest.approx(2.0 + 4.0 + 7.0)
+
+
+def test_the_best_of_two_measurements_has_the_better_of_each_rate_that_of_the_link_too():
+    link = LinkRates(in_bytes_per_s=20 * GB, out_bytes_per_s=10 * GB, latency_s=2e-5)
+    other = LinkRates(in_bytes_per_s=15 * GB, out_bytes_per_s=12 * GB, latency_s=1e-5)
+    first, second = (replace(machine(path(*rates)), link=each) for rates, each in (
+        ((2, 1, 0.5), link), ((1, 2, 0.6), other)
+    ))  # fmt: skip
+
+    best = first.best_of(second)
+
+    assert best.paths == (path(2, 2, 0.6),)
+    assert best.link == LinkRates(in_bytes_per_s=20 * GB, out_bytes_per_s=12 * GB, latency_s=1e-5)
+    assert machine().best_of(machine()).link is None

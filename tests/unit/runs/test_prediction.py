@@ -5,11 +5,20 @@ import torch
 
 from offload.config import build_config
 from offload.errors import ConfigError
-from offload.plan.machine_profile import MARK, parse_profile, read_profile
+from offload.plan.machine_profile import (
+    MARK,
+    MachineProfile,
+    RunProfile,
+    parse_profile,
+    read_profile,
+)
 from offload.runs.gpt import GPT, GPTShape
 from offload.runs.operation_count import count_passes
+from offload.runs.pass_finder import PassFinder
 from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
+from offload.runs.profile_file import add_to_profile
+from offload.runs.refinement import run_shape
 
 KEYS = {
     "step_s", "forward_s", "backward_s", "update_s", "exposed_io_s", "bound_s",
@@ -121,6 +130,42 @@ def test_the_planned_peak_is_what_process_arenas_and_passes_hold(text, tmp_path,
     assert measured.prediction.rss_peak_bytes > held
     assert plan.prediction.rss_peak_bytes == held + 9 * 10**6
     assert without.prediction.rss_peak_bytes == held + plan.host.slot_bytes
+
+
+def test_passes_that_an_older_version_measured_are_measured_anew(text, tmp_path):
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+    plan_and_predict(config(text), machine_file=profile)
+    lines = profile.read_text().splitlines()
+    is_new = ("record_s", "workspace_bytes", "workspace_layer_bytes")
+    profile.write_text("\n".join(line for line in lines if not line.startswith(is_new)) + "\n")
+    seen = []
+
+    plan_and_predict(config(text), machine_file=profile, on_measure=seen.append)
+
+    (passes,) = read_profile(profile).passes
+    assert any(each.startswith("passes of a model") for each in seen)
+    assert None not in (passes.record_s, passes.workspace_bytes)
+
+
+def test_what_a_run_did_not_tell_of_its_memory_is_taken_from_shorter_models(text, tmp_path):
+    profile = tmp_path / "machine.toml"
+    profile.write_text(f"{MARK}\nschema = 1\n")
+    short = plan_and_predict(config(text), machine_file=profile).prediction
+    run = RunProfile(
+        shape=run_shape(config(text)), threads=torch.get_num_threads(), forward_s=0.5,
+        backward_s=1.0, other_s=0.0, activation_bytes=0, measured_at="now",
+    )  # fmt: skip
+    add_to_profile(profile, MachineProfile(runs=(run,)))
+    (passes,) = read_profile(profile).passes
+
+    plan = plan_and_predict(config(text), machine_file=profile)
+
+    workspace = passes.workspace_bytes + 4 * passes.workspace_layer_bytes
+    finder = PassFinder(config(text), plan, read_profile(profile), pytest.fail)
+    found = finder.find(copy_bytes_per_s=1e9, update_parameters_per_s=1e9)
+    assert plan.prediction.step.forward_s > short.step.forward_s
+    assert found.workspace_bytes == round(workspace) > 0
 
 
 def test_an_update_in_memory_takes_more_than_its_passes_by_what_each_record_costs(text, tmp_path):

@@ -1,0 +1,44 @@
+"""Bytes of a step are those of the formula however far ahead units are fetched."""
+
+import itertools
+import json
+
+import pytest
+
+from offload.streaming.prefetch_distance import PrefetchDistance
+from offload.streaming.residency import Residency
+
+
+@pytest.fixture
+def distances(monkeypatch):
+    """Each update finds another distance, as where fetches come late or early by turns."""
+    by_turns = itertools.cycle([1, 6, 3])
+    now = [1]
+    leave_all = Residency.evict_all
+
+    def leave_all_and_change(self):
+        now[0] = next(by_turns)
+        leave_all(self)
+
+    monkeypatch.setattr(Residency, "evict_all", leave_all_and_change)
+    monkeypatch.setattr(PrefetchDistance, "units", property(lambda self: min(now[0], self._most)))
+
+
+@pytest.mark.parametrize("memory", ["24MiB", "64MiB"])  # some units stay for backward, or all
+@pytest.mark.parametrize("eval_every", [0, 1, 2])
+def test_each_step_has_the_units_that_it_used_and_not_those_read_ahead_for_the_next(
+    tmp_path, small_config, train, distances, eval_every, memory
+):
+    # Wide enough that padding to 4096 bytes stays under 1 %.
+    config = small_config(
+        model__layers=6, model__width=256, train__steps=8, train__eval_every=eval_every,
+        tiers__host__memory=memory, policy__parameters="storage", policy__optimizer="storage",
+        policy__order="sequential", policy__overlap="none",
+    )  # fmt: skip
+
+    found = train(config, run_dir=tmp_path / "run", validates=True)
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["read_bytes"] for line in lines][1:]  # the first has no trace
+    assert max(steps) == min(steps)
+    assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
