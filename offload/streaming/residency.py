@@ -29,6 +29,7 @@ from offload.streaming.unit import (
     Edit,
     StreamedUnit,
     Transfer,
+    counted_bytes_of,
     filling_slots,
     require_untouched,
     wait_quietly,
@@ -101,6 +102,12 @@ class Residency:
     def unit_of(self, tensor: torch.Tensor) -> StreamedUnit | None:
         """Returns the resident unit whose slot holds `tensor`, if any."""
         return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    @property
+    def ahead_read_bytes(self) -> int:
+        """What the store has counted of units that were fetched ahead and are still to be used."""
+        ahead = (unit for unit in self.units if unit.state is CopyState.FETCHING)
+        return sum(counted_bytes_of(unit.transfers) for unit in ahead)
 
     def hold(self, index: int) -> None:
         """Fetches a unit and keeps it from eviction until `release_hold`."""

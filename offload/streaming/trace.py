@@ -17,19 +17,16 @@ class AccessTrace:
 
     Attributes:
         divergences: How often another access was predicted than came.
-        num_passes: How many have begun.
     """
 
     def __init__(self) -> None:
         self._history = AccessHistory()
         self._is_evaluation = False
         self.divergences = 0
-        self.num_passes = 0
 
     def begin(self, *, is_evaluation: bool) -> None:
         """Begins a pass, whose accesses are told from those of the other kind."""
         self._is_evaluation = is_evaluation
-        self.num_passes += 1
 
     def end(self) -> None:
         """Ends a pass: what comes outside one is backward."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -24,6 +24,22 @@ class Transfer(Protocol):
 
     def wait(self) -> None: ...
     def done(self) -> bool: ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A transfer from storage.
+
+    Attributes:
+        counted_bytes: What the store has counted of it so far.
+    """
+
+    counted_bytes: int
+
+
+def counted_bytes_of(transfers: Iterable[Transfer]) -> int:
+    """Returns what the store has counted of the transfers, as far as they are from there."""
+    return sum(each.counted_bytes for each in transfers if isinstance(each, Counted))
 
 
 def wait_quietly(transfers: Iterable[Transfer]) -> None:
