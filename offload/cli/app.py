@@ -17,6 +17,7 @@ from offload.cli.output import (
     EXIT_INTERRUPTED,
     EXIT_WRONG_USE,
     Output,
+    StandardErrorHandler,
     standard_output,
 )
 from offload.cli.simulate import simulate
@@ -127,7 +128,7 @@ def _configure(
     """Train PyTorch models that are larger than memory, exactly."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
-        stream=sys.stderr,
+        handlers=[StandardErrorHandler()],
         format="%(levelname)s %(name)s: %(message)s",
         force=True,
     )

@@ -58,12 +58,6 @@ def _early_problems(config: Config) -> Iterator[Problem]:
                 expected=f'`"storage"` {given}, as new values wait there for the step',
                 found=_lookup(config, key),
             )
-    if config.tiers.device.kind != "cpu":
-        yield Problem(
-            key="tiers.device.kind",
-            expected=f'`"cpu"` {given} in this version',
-            found=config.tiers.device.kind,
-        )
 
 
 def _tier_problems(config: Config) -> Iterator[Problem]:

@@ -40,6 +40,8 @@ class SeenParameters:
         # By subgroup and parameter: the bytes, and the hash of those that were seen.
         self._parts: dict[str, dict[str, memoryview]] = {}
         self._hashes: dict[str, dict[str, int]] = {}
+        # The hashes of what was last found changed.
+        self._found: dict[str, dict[str, int]] = {}
         self._with_master: set[str] = set()
         for name, shard in layout.shards.items():
             memory = memory_of(flat[name])
@@ -75,20 +77,29 @@ class SeenParameters:
                 hashes.pop(name, None)
 
     def changed(self, *, before_commit: bool) -> list[str]:
-        """Returns the parameters whose bytes are not those that were seen; now they are.
+        """Returns the parameters whose bytes are not those that were seen.
+
+        They are found again until `see_changed`: who asks may be interrupted.
 
         Args:
             before_commit: Also those that have no master apart.
         """
-        found: dict[str, None] = {}
+        self._found = {}
+        names: dict[str, None] = {}
         for subgroup in self._parts if before_commit else self._with_master:
             hashes = self._hashes[subgroup]
             for name, before in hashes.items():
                 after = self._hash(self._parts[subgroup][name])
                 if after != before:
-                    hashes[name] = after
-                    found[name] = None
-        return list(found)
+                    self._found.setdefault(subgroup, {})[name] = after
+                    names[name] = None
+        return list(names)
+
+    def see_changed(self) -> None:
+        """Takes what `changed` has found as seen."""
+        for subgroup, hashes in self._found.items():
+            self._hashes[subgroup].update(hashes)
+        self._found = {}
 
     def _hash(self, memory: memoryview) -> int:
         self.hashed_bytes += len(memory)

@@ -10,7 +10,14 @@ from offload.plan.activations import ActivationPlan
 from offload.plan.advice import how_to_fit
 from offload.plan.gradients import SPILL_SLOTS, GradientPlan, keep_gradients, spill_gradients
 from offload.plan.tiles import slot_bytes_of
-from offload.plan.window import WINDOW_BYTES, cut_window, cut_window_beside_cache
+from offload.plan.window import (
+    LEAST_BUFFERS,
+    WINDOW_BYTES,
+    WindowCut,
+    cut_window,
+    cut_window_beside_cache,
+    waits_with,
+)
 from offload.sizes import format_size
 
 Placement = Literal["device", "host", "storage"]
@@ -197,7 +204,18 @@ def plan_host(
     workspace = budget_bytes // WORKSPACE_SHARE
     window = cut_window(min(window_bytes, free), **sizes)
     if keeps_records and state_buffer:
-        window = cut_window_beside_cache(window_bytes, free_bytes=free, **sizes)
+        cuts = [
+            cut_window_beside_cache(window_bytes, free_bytes=free, most_buffers=most, **sizes)
+            for most in (None, *range(LEAST_BUFFERS, 0, -1))
+        ]
+        room = free - workspace
+
+        def cost(cut: WindowCut) -> float:
+            cached = min(len(layout.records), max(room - cut.num_bytes, 0) // state_buffer)
+            moved = buffer_bytes * len(layout.records) - state_buffer * cached
+            return waits_with(cut.num_buffers) * moved
+
+        window = min(cuts[:1] if gradients.spilled else cuts, key=cost)
     left = free - window.num_bytes
     if gradients.spilled:
         room = max(left - workspace, 0)

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from offload.streaming.torch_private import number_of_node
-from offload.streaming.unit import Binding, StreamedUnit
+from offload.streaming.unit import Binding, StreamedUnit, Values
 from offload.streaming.versions import counter_of
 
 _VIEWS = frozenset(
@@ -36,13 +36,13 @@ class SavedCast:
     """A saved view of a parameter's cast, without memory.
 
     Attributes:
-        version: Of the parameter, when a cast of it was first saved.
+        values: Of the parameter, when a cast of it was first saved.
         counter: Shares the version counter of the cast.
     """
 
     unit: StreamedUnit
     binding: Binding
-    version: int
+    values: Values
     counter: torch.Tensor
     dtype: torch.dtype
     offset: int
@@ -81,14 +81,14 @@ class Casts:
             return None
         unit, binding = place
         # Autocast keeps a cast for a while: it is of the values that there were then.
-        facts: dict[str, int | None] = cast(Any, node).metadata
-        version = facts.setdefault(_FIRST_SEEN, _version_of(binding, node))
-        if version is None:
+        facts: dict[str, Values | None] = cast(Any, node).metadata
+        values = facts.setdefault(_FIRST_SEEN, _values_of(binding, node))
+        if values is None:
             return None
         return SavedCast(
             unit=unit,
             binding=binding,
-            version=version,
+            values=values,
             counter=counter_of(tensor),
             dtype=tensor.dtype,
             offset=int(tensor.storage_offset()),
@@ -97,11 +97,11 @@ class Casts:
         )
 
 
-def _version_of(binding: Binding, node: Node) -> int | None:
-    """Returns the parameter's version; None after a change, which the cast may be older than."""
-    version = binding.parameter._version
-    is_older = version != binding.seen_version or number_of_node(node) < binding.values_since
-    return None if is_older else version
+def _values_of(binding: Binding, node: Node) -> Values | None:
+    """Returns what the parameter has now; None after a change, which the cast may be older than."""
+    values = binding.values
+    is_older = values.version != binding.seen_version or number_of_node(node) < values.since
+    return None if is_older else values
 
 
 def _shows_all(tensor: torch.Tensor, parameter: torch.Tensor, *, is_view: bool) -> bool:

@@ -140,14 +140,16 @@ class DeviceParameters:
     def changed(self) -> list[str]:
         """Returns the parameters whose bytes on the device are not those in host memory.
 
-        What was sent must have arrived. See [Note: edits that no counter shows].
+        What was sent must have arrived. Those that differ are found again until they are brought.
+        See [Note: edits that no counter shows].
         """
         found: list[str] = []
         for shard in self._layout.shards.values():
             sums, known = self._sum(shard), self._sums[shard.name]
             if known is None or not torch.equal(sums, known):
-                found += [p.facts.name for p in shard.parameters if self._differs(shard, p)]
-                self._sums[shard.name] = sums
+                differing = [p.facts.name for p in shard.parameters if self._differs(shard, p)]
+                self._sums[shard.name] = None if differing else sums
+                found += differing
         return found
 
     def _differs(self, shard: FlatShard, placed: PlacedParameter) -> bool:

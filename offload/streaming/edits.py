@@ -63,10 +63,13 @@ class Edits:
         elsewhere, seen = self._state.elsewhere, self._state.seen
         if elsewhere is not None:
             edited |= dict.fromkeys(elsewhere.changed())
-            elsewhere.bring(edited)
         if seen is not None:
             edited |= dict.fromkeys(seen.changed(before_commit=before_commit))
         self._note(list(edited))
+        if elsewhere is not None:  # after they are noted: an interrupt must not lose them
+            elsewhere.bring(edited)
+        if seen is not None:
+            seen.see_changed()
 
     def note_streamed(self, edits: Sequence[Edit]) -> None:
         """Notes the edits of a unit in its slot.

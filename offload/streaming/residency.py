@@ -203,6 +203,9 @@ class Residency:
         if unit.state is not CopyState.CLEAN:
             with filling_slots():
                 self._bring(unit)
+        elif is_recorded and unit.was_looked_at:
+            unit.was_looked_at = False
+            self.capture_edits(unit)
         unit.was_used = True
         self._current = unit
         if is_recorded:
@@ -243,8 +246,10 @@ class Residency:
 
     def look(self, index: int, parameter_id: int) -> None:
         """Fetches a unit for a look at a parameter from outside a pass."""
-        self.fetch(self.units[index], is_recorded=False)
-        self.units[index].note_look(parameter_id)
+        unit = self.units[index]
+        self.fetch(unit, is_recorded=False)
+        unit.was_looked_at = True
+        unit.note_look(parameter_id)
 
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow.
@@ -379,13 +384,13 @@ class Residency:
             self._tier.write_from(unit.layout, memory_of(unit.base))
         else:
             self._tier.write(unit.layout, unit.base)
-        unit.see_edits()
-        self._on_edit(edits)
+        self._on_edit(edits)  # first: what was seen is not found again after an interrupt
+        unit.see_edits(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         unit.move_to(CopyState.FETCHING)
         unit.base = base
-        unit.was_used = False
+        unit.was_used = unit.was_looked_at = False
         unit.fetched_since_s = time.perf_counter()
         from_update_bytes = self._tier.bytes_from_update(unit.layout)
         unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0

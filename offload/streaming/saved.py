@@ -139,8 +139,15 @@ class SavedTensorHooks(HookPair):
         if found:
             what = f"the {saved.dtype} cast of parameter `{saved.binding.name}`"
             raise RuntimeError(modified_message(what, found=found, expected=0))
-        _require_version(saved.binding, saved.version)
-        return saved.again(self._residency.fetch(saved.unit, is_backward=True))
+        _require_version(saved.binding, saved.values.version)
+        base = self._residency.fetch(saved.unit, is_backward=True)
+        if saved.values != saved.binding.values:
+            raise RuntimeError(
+                f"cannot cast parameter `{saved.binding.name}` to {saved.dtype} again for "
+                "backward: expected the values of this graph's forward, found an edit through "
+                "`.data` between; run the forward again"
+            )
+        return saved.again(base)
 
 
 def _require_version(binding: Binding, expected: int) -> None:

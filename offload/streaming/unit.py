@@ -94,13 +94,22 @@ TRANSITIONS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Which values of a parameter: by its counter, and by `Binding.values_since`."""
+
+    version: int
+    since: int
+
+
 class Binding:
     """A parameter and its place in its unit's slot.
 
     Attributes:
         placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
         seen_version: The version counter when the bytes were last known to equal the store's.
-        values_since: What was the next number of a graph node when it was last seen to have moved.
+        values_since: What was the next number of a graph node when values were last seen to have
+            changed.
     """
 
     __slots__ = (
@@ -132,8 +141,17 @@ class Binding:
     def see_version(self) -> None:
         """Takes what the parameter is now as what is stored."""
         if self.parameter._version != self.seen_version:
-            self.seen_version = self.parameter._version
-            self.values_since = next_node_number()
+            self.see_change()
+
+    def see_change(self) -> None:
+        """As `see_version`, of other values than before, whatever the counter says."""
+        self.seen_version = self.parameter._version
+        self.values_since = next_node_number()
+
+    @property
+    def values(self) -> Values:
+        """Which values the parameter has now, as far as that was seen."""
+        return Values(version=self.parameter._version, since=self.values_since)
 
     def values_in(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's values in the slot under `base`."""
@@ -188,6 +206,7 @@ class StreamedUnit:
         num_holds: Calls that use the unit now; above 0 it is not evicted.
         is_updated: Whether all that is in the slot, or will be, comes from its update.
         was_used: Whether the unit was accessed since it was fetched.
+        was_looked_at: Whether that was from outside a pass, where it may have been edited.
         fetched_since_s: When its last fetch was started, by the clock of `time.perf_counter`.
         hashes: Of each binding's bytes when they were last known to equal the store's, where they
             are watched: an edit through `parameter.data` moves no version counter.
@@ -222,6 +241,7 @@ class StreamedUnit:
         self.num_holds = 0
         self.is_updated = False
         self.was_used = False
+        self.was_looked_at = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
         self._nodes = _gradient_nodes(self.bindings)
@@ -308,10 +328,12 @@ class StreamedUnit:
                 edits.append(Edit(name=binding.name, hashes=(one, other)))
         return edits
 
-    def see_edits(self) -> None:
-        """Takes what is in the slot now as seen."""
+    def see_edits(self, edits: Iterable[Edit]) -> None:
+        """Takes what is in the slot now as seen, these edits among it."""
+        names = {edit.name for edit in edits}
         for binding in self.bindings:
-            binding.see_version()
+            if binding.name in names:
+                binding.see_change()
         if self.hashes:
             self.note_hashes()
 

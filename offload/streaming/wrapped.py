@@ -416,9 +416,15 @@ class WrappedModel:
             self._require_room_for_step()
         early.arrived(
             name,
-            update_of=lambda each: self._update_now(self._parameters[each]),
+            update_of=self._update_arrived,
             edited=self._memory.state.edited,
         )
+
+    def _update_arrived(self, name: str) -> ParameterUpdate | None:
+        """Returns what a step would apply to a parameter whose gradient is in host memory."""
+        assert self._memory.gradients is not None
+        self._memory.gradients.settle()
+        return self._update_now(self._parameters[name])
 
     def _leave_slots(self, *, before_commit: bool) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""

@@ -1,5 +1,9 @@
 """A wrapped model and its reference, trained side by side and compared bit for bit."""
 
+import contextlib
+from unittest import mock
+
+import pytest
 from parity.models import loss_of
 from parity.oracle import same_bits
 from torch import nn
@@ -46,3 +50,11 @@ def require_equal_state(session, model, reference):
     expected = reference.model.state_dict()
     for name, values in model.state_dict().items():
         assert same_bits(values, expected[name]), name
+
+
+@contextlib.contextmanager
+def interrupted_in(owner, name):
+    """Interrupts what runs in this context where it calls a method; goes on after it."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(owner, name, mock.Mock(side_effect=KeyboardInterrupt))
+        yield

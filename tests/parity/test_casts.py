@@ -244,7 +244,7 @@ class TakesCast(nn.Module):
         return ((x @ cast.t()) * self.weight.to(x.dtype)[0]).sum()
 
 
-@pytest.mark.parametrize("change", ["edit", "step"])
+@pytest.mark.parametrize("change", ["edit", "edit through data", "step"])
 def test_a_cast_from_before_its_unit_left_and_changed_is_kept_as_it_is(tmp_path, change):
     reference = Reference(build(TakesCast, dtype=torch.float32), **OPTIONS)
     with open_session(tmp_path, budget_bytes=2 << 20) as session:
@@ -257,6 +257,8 @@ def test_a_cast_from_before_its_unit_left_and_changed_is_kept_as_it_is(tmp_path,
             if change == "edit":
                 with torch.no_grad():
                     each.weight.mul_(0.5)
+            elif change == "edit through data":
+                each.weight.data.mul_(0.5)
             else:
                 (optimizer if each is model else reference).step()
             if each is model:
@@ -267,6 +269,20 @@ def test_a_cast_from_before_its_unit_left_and_changed_is_kept_as_it_is(tmp_path,
 
         assert same_bits(*gradients)
         require_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_cast_is_not_made_again_after_an_edit_through_data(tmp_path, leaves):
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(TakesCast, dtype=torch.float32))
+        x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+        loss = model(x, model.weight.to(torch.bfloat16))
+        model.weight.data.mul_(0.5)
+        if leaves:
+            session._wrapped.residency.evict_all()
+
+        with pytest.raises(RuntimeError, match="found an edit through `.data`"):
+            loss.backward()
 
 
 class ChangedCast(nn.Module):

@@ -10,6 +10,7 @@ from parity.oracle import Reference, same_bits
 from parity.sessions import open_session, use_small_records
 from parity.side_by_side import (
     OPTIONS,
+    interrupted_in,
     require_equal_gradients,
     require_equal_state,
     train_both,
@@ -17,6 +18,7 @@ from parity.side_by_side import (
 
 import offload
 from offload.streaming.device_parameters import DeviceParameters, sums_of
+from offload.streaming.edits import Edits
 
 PARAMETER_BYTES = 94208
 """Of `SmallGPT`: five units, each in whole pages."""
@@ -191,6 +193,24 @@ def test_edits_that_move_no_version_counter_are_honoured(tmp_path, overlap):
         reference.edited("head.weight")
         require_equal_state(session, model, reference)
         train_both(model, optimizer, reference, steps=1, first=3)
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.parametrize("owner, method", [(Edits, "_note"), (DeviceParameters, "bring")])
+def test_an_interrupt_loses_no_edit(tmp_path, owner, method):
+    model, reference = build(SmallGPT), Reference(build(SmallGPT), **OPTIONS)
+    with _session(tmp_path) as session:
+        session.wrap(model)
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+        for each in (model, reference.model):
+            each.head.weight.data.mul_(0.3)
+        reference.edited("head.weight")
+        with interrupted_in(owner, method):
+            session.state_digest()
+
+        train_both(model, optimizer, reference, steps=1, first=1)
+
         require_equal_state(session, model, reference)
 
 

@@ -6,9 +6,12 @@ from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference, same_bits
 from parity.rule_oracle import RULE_CASES, RULE_IDS, RuleReference
 from parity.sessions import PLACEMENTS, open_session, use_small_records
-from parity.side_by_side import OPTIONS, require_equal_state, train_both
+from parity.side_by_side import OPTIONS, interrupted_in, require_equal_state, train_both
 
 import offload
+from offload.optim.seen_parameters import SeenParameters
+from offload.streaming.edits import Edits
+from offload.streaming.unit import StreamedUnit
 
 IN_MEMORY = "offload=False"
 PLACES = [*PLACEMENTS, IN_MEMORY]
@@ -326,3 +329,23 @@ def test_an_optimizer_alone_sees_edits(tmp_path):
         assert optimizer.state_digest() == reference.digest()
         edit_both(model, reference)
         assert optimizer.state_digest() == reference.digest()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("owner, method", [
+    (Edits, "_note"), (SeenParameters, "see_changed"), (StreamedUnit, "see_edits"),
+])  # fmt: skip
+def test_an_interrupt_loses_no_edit(tmp_path, place, owner, method, device):
+    del device
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    with session_of(tmp_path, place) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+        edit_both(model, reference)
+        with interrupted_in(owner, method):
+            session.state_digest()
+
+        train_both(model, optimizer, reference, steps=1)
+
+        require_equal_state(session, model, reference)

@@ -29,6 +29,23 @@ def test_losses_and_digest_equal_those_in_memory(
     assert offloaded.validation_loss_after < offloaded.validation_loss_before
 
 
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_updates_under_backward_equal_those_in_memory_on_a_device_with_memory_of_its_own(
+    tmp_path, small_config, train, overlap, micro_steps
+):
+    changes = {"train__steps": 6, "train__micro_steps": micro_steps, "train__max_grad_norm": 0.0}
+
+    offloaded = train(
+        small_config(**changes, tiers__device__kind="emulated", policy__overlap=overlap),
+        run_dir=tmp_path / "offloaded",
+    )
+    in_memory = train(small_config(**changes, offload=False), run_dir=tmp_path / "memory")
+
+    assert offloaded.losses == in_memory.losses
+    assert offloaded.state_digest == in_memory.state_digest
+
+
 @pytest.mark.parametrize("changes", [
     {"optimizer__codec": "fp32"},
     {"train__gradient_dtype": "float32", "train__micro_steps": 2},

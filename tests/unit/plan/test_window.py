@@ -7,7 +7,8 @@ import pytest
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.host import plan_host
 from offload.plan.machine_profile import MachineProfile, PathProfile
-from offload.plan.record_size import choose_records
+from offload.plan.record_size import choose_records, step_cost_bytes
+from offload.plan.traffic import cached_state_bytes
 from offload.plan.window import (
     WINDOW_BYTES,
     cut_window,
@@ -21,7 +22,7 @@ STATE, BESIDE = 10 * MIB, 2 * MIB
 """Of a record of 2^20 bf16 parameters under codec `split`."""
 
 
-def layout_of(num_units, *, elements=1 << 20, record_elements=1 << 20):
+def layout_of(num_units, *, elements=1 << 20, record_elements=1 << 20, codec="split"):
     units = [
         UnitFacts(
             name=f"u{index}",
@@ -29,7 +30,7 @@ def layout_of(num_units, *, elements=1 << 20, record_elements=1 << 20):
         )
         for index in range(num_units)
     ]
-    return build_layout(units, codec="split", record_elements=record_elements)
+    return build_layout(units, codec=codec, record_elements=record_elements)
 
 
 def plan(layout, budget_bytes, *, parameters="storage", **options):
@@ -136,12 +137,55 @@ def test_the_window_follows_the_measured_queues_unless_it_is_asked_for(tmp_path)
     assert found(16 * MIB, deep) == 16 * MIB
 
 
-def chosen(budget_bytes, *, num_units=64, **options):
+def chosen(budget_bytes, *, num_units=64, elements=1 << 20, codec="split", **options):
     def plan_with(record_elements):
-        layout = layout_of(num_units, record_elements=record_elements)
+        layout = layout_of(
+            num_units, elements=elements, record_elements=record_elements, codec=codec
+        )
         return layout, plan(layout, budget_bytes, **options)
 
     return choose_records(plan_with)
+
+
+@pytest.mark.parametrize("codec", ["split", "fp32"])
+@pytest.mark.parametrize("order", ["alternating", "resident"])
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+@pytest.mark.parametrize(("num_units", "elements"), [(5, 800_000), (12, 1 << 20)])
+def test_more_memory_never_costs_a_step_more_than_a_record_or_a_slot(
+    codec, order, parameters, num_units, elements
+):
+    options = {
+        "num_units": num_units,
+        "elements": elements,
+        "codec": codec,
+        "parameters": parameters,
+        "keeps_records": True,
+    }
+    smallest = chosen(0, **options)[1].smallest_bytes
+    least_cost = least_streamed = float("inf")
+
+    for step in range(60):
+        layout, found = chosen(smallest + num_units * elements * step // 3, **options)
+        state_bytes = sum(record.num_bytes for record in layout.records)
+        streamed = state_bytes - cached_state_bytes(layout, order, found.num_cached)
+        slack = 2 * found.state_buffer_bytes + 2 * found.slot_bytes
+        assert step_cost_bytes(layout, found) <= least_cost + slack
+        # Larger records may stream what they save in their number.
+        assert 2 * streamed <= least_streamed + slack + 2 * MIB * layout.trainable_elements / 2**19
+        least_cost = min(least_cost, step_cost_bytes(layout, found))
+        least_streamed = min(least_streamed, 2 * streamed)
+
+    assert streamed == 0
+
+
+def test_a_model_that_nearly_fits_is_kept_and_not_in_the_window_alone():
+    options = {"parameters": "host", "keeps_records": True, "num_units": 4, "elements": 800_000}
+    fixed = 2 * 4 * 2 * 800_000  # parameters and gradients
+
+    layout, found = chosen((fixed + 46 * MIB) * 12 // 11, **options)
+
+    # Four records of 7.6 MiB: a window of four of them would leave room for one.
+    assert found.num_cached == len(layout.records) == 4
 
 
 def test_records_are_the_largest_of_which_enough_are_in_the_window():
@@ -149,17 +193,14 @@ def test_records_are_the_largest_of_which_enough_are_in_the_window():
     assert chosen(1 << 40, window_bytes=30 * MIB)[0].record_elements == 1 << 19
 
 
-def test_records_that_fill_no_block_are_only_for_budgets_that_hold_no_others():
+def test_records_become_smaller_with_the_budget_as_far_as_they_pay():
     # 2^19 elements: 5 MiB of state and 1 MiB of parameters beside gradients and one slot.
     fixed = 64 * 2 * MIB + 2 * MIB
-    layout, found = chosen(fixed + 6 * MIB)
-    small, smaller = chosen(fixed + 6 * MIB - 1), chosen(fixed + 1 * MIB)
+    sizes = [chosen(fixed + mib * MIB)[0].record_elements for mib in (64, 24, 6, 1)]
 
-    assert found.fits
-    assert layout.record_elements == 1 << 19
-    assert small[1].fits
-    assert small[0].record_elements == 1 << 18
-    assert smaller[0].record_elements == 1 << 16
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (1 << 20, 1 << 16)
+    assert all(chosen(fixed + mib * MIB)[1].fits for mib in (64, 24, 6, 1))
 
 
 def test_the_smallest_budget_is_that_of_the_smallest_records_and_it_fits():
