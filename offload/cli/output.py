@@ -1,6 +1,7 @@
 """What a command prints: one JSON object, or tables and lines for a reader."""
 
 import json
+import logging
 import math
 import sys
 import traceback
@@ -76,6 +77,17 @@ class Output:
         else:
             self._stderr.write(f"error: {message}\n")
             self._stderr.flush()
+
+
+class StandardErrorHandler(logging.Handler):
+    """Writes lines of the log to what standard error is then: a caller may replace and close it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the line of `record`."""
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - no line of a log ends what it is about
+            self.handleError(record)
 
 
 def standard_output(*, as_json: bool) -> Output:
