@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -21,6 +21,9 @@ from offload.cli.output import (
     standard_output,
 )
 from offload.cli.simulate import simulate
+
+if TYPE_CHECKING:
+    from offload.config import Config
 
 # Each command imports what it calls: `offload --help` loads neither torch nor pydantic.
 
@@ -165,6 +168,7 @@ def train(
     from offload.cli.tables import render_train
     from offload.runs.train import run_training
 
+    _import_beside(context, config, settings)
     progress = PrintedSteps(output.progress_console())
     result = run_training(
         settings,
@@ -210,6 +214,7 @@ def plan(
     from offload.runs.plan_file import require_writable, write_plan
     from offload.runs.prediction import plan_and_predict
 
+    _import_beside(context, config, settings)
     if write is not None:
         require_writable(write)  # before anything is measured
     progress = output.progress_console()
@@ -415,6 +420,7 @@ def step(
     from offload.cli.progress import PrintedSteps
     from offload.cli.tables import render_train
 
+    _import_beside(context, config, settings)
     progress = PrintedSteps(output.progress_console())
     result = bench_step(
         settings,
@@ -422,6 +428,14 @@ def step(
         on_notice=progress.note,
     )
     output.show(result, render_train)
+
+
+def _import_beside(context: typer.Context, file: Path, config: "Config") -> None:
+    """Lets a model's factory be a module that lies beside the run's file."""
+    from offload.runs.model import importing_beside
+
+    if config.model.factory is not None:
+        context.with_resource(importing_beside(file))
 
 
 def _output(context: typer.Context, as_json: bool) -> Output:

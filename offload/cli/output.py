@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from offload.errors import ConfigError, OffloadError, PlanError
+from offload.errors import ConfigError, OffloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,7 @@ class Output:
         if not isinstance(error, OffloadError):
             traceback.print_exception(error, file=self._stderr)
         self.report_message(str(error) or "no message", kind=type(error).__name__)
-        return EXIT_WRONG_USE if isinstance(error, ConfigError | PlanError) else EXIT_FAILED
+        return EXIT_WRONG_USE if _is_refusal(error) else EXIT_FAILED
 
     def report_message(self, message: str, *, kind: str) -> None:
         """Prints the message of an error whose type is called `kind`."""
@@ -93,6 +93,13 @@ class StandardErrorHandler(logging.Handler):
 def standard_output(*, as_json: bool) -> Output:
     """Returns the output to the process's standard streams."""
     return Output(as_json=as_json, stdout=sys.stdout, stderr=sys.stderr)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Returns whether nothing was begun, and nothing is broken."""
+    if isinstance(error, StoreError):
+        return error.is_refusal
+    return isinstance(error, ConfigError | PlanError)
 
 
 def _console(stream: TextIO) -> "Console":

@@ -147,6 +147,8 @@ def test_updates_under_passes_move_the_same_bytes_and_compute_the_same_bits(
     assert under.bound_s <= alone.bound_s
     assert alone.parameters_per_s == PARAMETERS / alone.update_s
     assert under.parameters_per_s is None
+    assert alone.update_achieved_over_bound is not None
+    assert under.update_achieved_over_bound is None
 
 
 def test_hits_are_those_of_whole_steps_however_far_pending_updates_are(tmp_path):
