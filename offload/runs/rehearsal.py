@@ -105,12 +105,12 @@ class _Watch(TorchFunctionMode):
             self._use(index)
         return tensor
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, _args: Any) -> None:
         for index in _units_of(module, self._discovered):
             self._use(index)
             self._held[index] += 1
 
-    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _end(self, module: nn.Module, _args: Any, _result: Any) -> None:
         self._held.subtract(_units_of(module, self._discovered))
 
     def _use(self, index: int) -> None:
@@ -124,4 +124,5 @@ def _units_of(module: nn.Module, discovered: DiscoveredModel) -> tuple[int, ...]
 
 def _memory_of(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        address: int = tensor.untyped_storage()._cdata
+    return address
