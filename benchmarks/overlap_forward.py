@@ -79,13 +79,13 @@ def train(arguments, *, overlap="none", rate=None, offload=True, steps=None):
     """Returns the result of a run on a path of `rate` bytes/s, both ways together."""
     root = Path(tempfile.mkdtemp(dir=arguments.directory))
     # The engine never moves more than the limit: with it the path is what the bound says.
-    original = runs._probe
+    original = runs.probe_run
     if rate is not None:
-        runs._probe = lambda *args: limited(original(*args), rate)
+        runs.probe_run = lambda *args: limited(original(*args), rate)
     try:
         result = run_training(configured(arguments, root, overlap, rate, offload, steps))
     finally:
-        runs._probe = original
+        runs.probe_run = original
         shutil.rmtree(root, ignore_errors=True)
     return result.to_json()
 

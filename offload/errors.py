@@ -41,7 +41,14 @@ class StorageError(OffloadError, OSError):
 
 
 class StoreError(OffloadError, RuntimeError):
-    """The store is not in the state that the call needs."""
+    """The store is not in the state that the call needs.
+
+    `is_refusal` where it was not taken at all: another owns it, or something else is there.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
 
 
 class CorruptStateError(OffloadError, OSError):

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError
 from offload.optim import adagrad, adam, adamw, lion, sgd
 from offload.optim.base import OffloadOptimizer, Parameters
 from offload.session import Session
@@ -31,7 +31,8 @@ class StandaloneOptimizer(OffloadOptimizer):
         paths: Directories on drives: the store has a part on each.
         store: The store's directory, or one on each path; by default one in each of `paths`.
         resume: True goes on from the store's last commit: parameters, state and step counts are
-            those of then. `"auto"` does so where there is one. `param_groups` are the caller's.
+            those of then. `"auto"` does so where there is one. The options are those given here
+            until `load_state_dict` sets them.
         codec: `"split"` or `"fp32"`.
         gradient_dtype: `"parameter"` or `"float32"`.
         options: Those of torch's optimizer of that name.
@@ -111,22 +112,6 @@ class StandaloneOptimizer(OffloadOptimizer):
     def close(self) -> None:
         """Closes the store; what was not committed is lost, and parameters keep their values."""
         self.session.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refuses: the state is in the store, and a copy without it would resume wrongly."""
-        raise StoreError(
-            "cannot copy the optimizer state into a `state_dict`: it lives in a store; save with "
-            f"`optimizer.commit(metadata=...)` and resume by `{self.TITLE}(..., resume=True)` on "
-            "the same paths"
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses, as `state_dict` does."""
-        del state_dict
-        raise StoreError(
-            "cannot load a `state_dict` into an optimizer whose state lives in a store; resume by "
-            f"`{self.TITLE}(..., resume=True)` on the store of the run"
-        )
 
     def _planned(self, listed: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns for which optimizer state is planned, as in a config."""

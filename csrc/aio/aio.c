@@ -129,10 +129,8 @@ void ofl_aio_unregister_file(struct ofl_aio *queue, int fd)
 void ofl_aio_read_stats(struct ofl_aio *queue, struct ofl_aio_stats *stats)
 {
 	pthread_mutex_lock(&queue->lock);
+	ofl_aio_count_time(queue, ofl_aio_now_ns());
 	*stats = queue->stats;
-	if (queue->num_requests)
-		stats->in_flight_ns +=
-			(uint64_t)(ofl_aio_now_ns() - queue->busy_since_ns);
 	pthread_mutex_unlock(&queue->lock);
 }
 

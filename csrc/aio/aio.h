@@ -109,8 +109,11 @@ struct ofl_aio_stats {
 	uint64_t write_bytes;
 	uint64_t read_requests; /* done, also with an error */
 	uint64_t write_requests;
-	uint64_t in_flight_ns; /* while at least one request was not done */
-	uint64_t read_ns;      /* sum of the latencies */
+	uint64_t in_flight_ns;	    /* while at least one request was not done */
+	uint64_t read_in_flight_ns; /* while at least one read was not done */
+	uint64_t write_in_flight_ns;
+	uint64_t both_bytes; /* moved while reads and writes were not done */
+	uint64_t read_ns;    /* sum of the latencies */
 	uint64_t write_ns;
 	uint64_t read_latencies[OFL_AIO_NUM_LATENCIES];
 	uint64_t write_latencies[OFL_AIO_NUM_LATENCIES];

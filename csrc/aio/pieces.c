@@ -67,10 +67,22 @@ static size_t latency_index(int64_t latency_ns)
 	return index;
 }
 
+void ofl_aio_count_time(struct ofl_aio *queue, int64_t now)
+{
+	const bool reads = queue->num_requests[OFL_AIO_READ];
+	const bool writes = queue->num_requests[OFL_AIO_WRITE];
+	const uint64_t elapsed_ns = (uint64_t)(now - queue->counted_ns);
+
+	queue->counted_ns = now;
+	queue->stats.in_flight_ns += reads || writes ? elapsed_ns : 0;
+	queue->stats.read_in_flight_ns += reads ? elapsed_ns : 0;
+	queue->stats.write_in_flight_ns += writes ? elapsed_ns : 0;
+}
+
 static void begin_request(struct ofl_aio *queue, const struct ofl_aio_request *request)
 {
-	if (queue->num_requests++ == 0)
-		queue->busy_since_ns = request->submitted_ns;
+	ofl_aio_count_time(queue, ofl_aio_now_ns());
+	queue->num_requests[request->transfer.operation]++;
 }
 
 /* Count a request that is done. */
@@ -80,8 +92,8 @@ static void end_request(struct ofl_aio *queue, const struct ofl_aio_request *req
 	int64_t now = ofl_aio_now_ns();
 	int64_t latency_ns = now - request->submitted_ns;
 
-	if (--queue->num_requests == 0)
-		stats->in_flight_ns += (uint64_t)(now - queue->busy_since_ns);
+	ofl_aio_count_time(queue, now);
+	queue->num_requests[request->transfer.operation]--;
 	if (request->transfer.operation == OFL_AIO_READ) {
 		stats->read_requests++;
 		stats->read_ns += (uint64_t)latency_ns;
@@ -99,6 +111,8 @@ static void count_bytes(struct ofl_aio *queue, int operation, size_t num_bytes)
 		queue->stats.read_bytes += num_bytes;
 	else
 		queue->stats.write_bytes += num_bytes;
+	if (queue->num_requests[OFL_AIO_READ] && queue->num_requests[OFL_AIO_WRITE])
+		queue->stats.both_bytes += num_bytes;
 }
 
 int ofl_aio_submit(struct ofl_aio *queue, const struct ofl_aio_transfer *transfer,

@@ -104,8 +104,8 @@ struct ofl_aio {
 	} waiting[OFL_AIO_NUM_OPERATIONS][OFL_AIO_NUM_PRIORITIES]; /* with bytes to cut */
 	uint32_t in_flight[OFL_AIO_NUM_OPERATIONS]; /* pieces taken and not over */
 	struct ofl_aio_stats stats;
-	uint64_t num_requests; /* submitted and not done */
-	int64_t busy_since_ns; /* while there are some */
+	uint64_t num_requests[OFL_AIO_NUM_OPERATIONS]; /* submitted and not done */
+	int64_t counted_ns; /* up to then stats has the time in flight */
 };
 
 enum ofl_aio_next {
@@ -122,6 +122,9 @@ extern const struct ofl_aio_backend_ops ofl_aio_backend_fault;
 /* As ofl_aio_open(), with a backend that has no name there. */
 int ofl_aio_open_with(const struct ofl_aio_backend_ops *ops,
 		      const struct ofl_aio_options *options, struct ofl_aio **queue);
+
+/* Count the time up to now by what is in flight.  Called with queue->lock held. */
+void ofl_aio_count_time(struct ofl_aio *queue, int64_t now);
 
 int64_t ofl_aio_now_ns(void); /* of the clock that no change of the time moves */
 

@@ -29,6 +29,9 @@ class QueueStats:
     read_requests: int
     write_requests: int
     in_flight_ns: int
+    read_in_flight_ns: int
+    write_in_flight_ns: int
+    both_bytes: int
     read_ns: int
     write_ns: int
     read_latencies: tuple[int, ...]
@@ -208,6 +211,9 @@ class Queue:
             read_requests=stats.read_requests,
             write_requests=stats.write_requests,
             in_flight_ns=stats.in_flight_ns,
+            read_in_flight_ns=stats.read_in_flight_ns,
+            write_in_flight_ns=stats.write_in_flight_ns,
+            both_bytes=stats.both_bytes,
             read_ns=stats.read_ns,
             write_ns=stats.write_ns,
             read_latencies=tuple(stats.read_latencies),

@@ -70,6 +70,7 @@ class UpdateReport:
     """How much faster than probed the paths were, so that steps do not beat their bound."""
     update_bound_s: float
     update_achieved_over_bound: float | None
+    """As `parameters_per_s`."""
     parameters_per_s: float | None
     """None where updates run under passes: their exposed part says nothing of their rate."""
     paths: list[PathBytes]
@@ -265,7 +266,9 @@ class _Bench:
             achieved_over_bound=ratio(bound.step_s, step_s),
             path_rate_factor=factor,
             update_bound_s=bound.update_s,
-            update_achieved_over_bound=ratio(bound.update_s, update_s),
+            update_achieved_over_bound=(
+                ratio(bound.update_s, update_s) if self._options.overlap == "none" else None
+            ),
             parameters_per_s=(
                 self._options.parameters / update_s if self._options.overlap == "none" else None
             ),

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,9 +17,13 @@ from offload.cli.output import (
     EXIT_INTERRUPTED,
     EXIT_WRONG_USE,
     Output,
+    StandardErrorHandler,
     standard_output,
 )
 from offload.cli.simulate import simulate
+
+if TYPE_CHECKING:
+    from offload.config import Config
 
 # Each command imports what it calls: `offload --help` loads neither torch nor pydantic.
 
@@ -127,7 +131,7 @@ def _configure(
     """Train PyTorch models that are larger than memory, exactly."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
-        stream=sys.stderr,
+        handlers=[StandardErrorHandler()],
         format="%(levelname)s %(name)s: %(message)s",
         force=True,
     )
@@ -164,6 +168,7 @@ def train(
     from offload.cli.tables import render_train
     from offload.runs.train import run_training
 
+    _import_beside(context, config, settings)
     progress = PrintedSteps(output.progress_console())
     result = run_training(
         settings,
@@ -209,6 +214,7 @@ def plan(
     from offload.runs.plan_file import require_writable, write_plan
     from offload.runs.prediction import plan_and_predict
 
+    _import_beside(context, config, settings)
     if write is not None:
         require_writable(write)  # before anything is measured
     progress = output.progress_console()
@@ -414,6 +420,7 @@ def step(
     from offload.cli.progress import PrintedSteps
     from offload.cli.tables import render_train
 
+    _import_beside(context, config, settings)
     progress = PrintedSteps(output.progress_console())
     result = bench_step(
         settings,
@@ -421,6 +428,14 @@ def step(
         on_notice=progress.note,
     )
     output.show(result, render_train)
+
+
+def _import_beside(context: typer.Context, file: Path, config: "Config") -> None:
+    """Lets a model's factory be a module that lies beside the run's file."""
+    from offload.runs.model import importing_beside
+
+    if config.model.factory is not None:
+        context.with_resource(importing_beside(file))
 
 
 def _output(context: typer.Context, as_json: bool) -> Output:

@@ -1,13 +1,14 @@
 """What a command prints: one JSON object, or tables and lines for a reader."""
 
 import json
+import logging
 import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from offload.errors import ConfigError, OffloadError, PlanError
+from offload.errors import ConfigError, OffloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +68,7 @@ class Output:
         if not isinstance(error, OffloadError):
             traceback.print_exception(error, file=self._stderr)
         self.report_message(str(error) or "no message", kind=type(error).__name__)
-        return EXIT_WRONG_USE if isinstance(error, ConfigError | PlanError) else EXIT_FAILED
+        return EXIT_WRONG_USE if _is_refusal(error) else EXIT_FAILED
 
     def report_message(self, message: str, *, kind: str) -> None:
         """Prints the message of an error whose type is called `kind`."""
@@ -78,9 +79,27 @@ class Output:
             self._stderr.flush()
 
 
+class StandardErrorHandler(logging.Handler):
+    """Writes lines of the log to what standard error is then: a caller may replace and close it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the line of `record`."""
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - no line of a log ends what it is about
+            self.handleError(record)
+
+
 def standard_output(*, as_json: bool) -> Output:
     """Returns the output to the process's standard streams."""
     return Output(as_json=as_json, stdout=sys.stdout, stderr=sys.stderr)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Returns whether nothing was begun, and nothing is broken."""
+    if isinstance(error, StoreError):
+        return error.is_refusal
+    return isinstance(error, ConfigError | PlanError)
 
 
 def _console(stream: TextIO) -> "Console":

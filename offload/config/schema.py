@@ -61,8 +61,10 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Element type of the parameters."""
     factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """`"module:callable"`. It is called with the other keys that are set under `model`, and
-    returns a module whose call `model(inputs, targets)` gives the loss."""
+    """`"module:callable"`, looked for first in the directory of the run's file. It is called with
+    the other keys that are set under `model`, and returns a module with `forward(inputs, targets)`:
+    two int64 tensors of shape (`train.batch`, `model.context`), bytes of text and those that follow
+    them. It returns the loss, one number with a gradient; validation may pass fewer rows."""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,11 @@ _NEVER = {
 
 
 class UpdateEngine(Protocol):
-    """What an optimizer asks of the session that keeps its state."""
+    """What an optimizer asks of the session that keeps its state.
+
+    Attributes:
+        completed_steps: Of the optimizer, those before a resume included.
+    """
 
     def use_rule(self, rule: str, *, takes_whole: bool) -> None:
         """Lays the state out for `rule`; refuses where there is another one's already.
@@ -50,6 +54,9 @@ class UpdateEngine(Protocol):
     def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
         """Returns the gradient to apply, or None if the parameter has none in this step."""
         ...
+
+    @property
+    def completed_steps(self) -> int: ...
 
     def step_of(self, name: str) -> int:
         """Returns how many updates the parameter has had."""
@@ -171,20 +178,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuses: the state is in the store, and a copy without it would resume wrongly."""
-        raise StoreError(
-            "cannot copy the optimizer state into a `state_dict`: it lives in the session's "
-            "store; save with `session.commit(metadata=...)` and resume by opening the session "
-            "on the same paths"
-        )
+        """Returns the options of the param_groups, such as for the metadata of a commit.
+
+        It is as torch's, with an empty `state`, which is in the store, and with `step`: after how
+        many steps it was taken.
+        """
+        return {**super().state_dict(), "step": self._engine.completed_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses, as `state_dict` does."""
-        del state_dict
-        raise StoreError(
-            "cannot load a `state_dict` into an optimizer whose state lives in the session's "
-            "store; open the session on the store of the run to resume"
-        )
+        """Sets the options of the param_groups to those of a `state_dict` of this step.
+
+        As with torch's optimizers, make a scheduler before: making one sets the options too.
+
+        Raises:
+            StoreError: It was taken after another number of steps than the store's state, or is
+                that of an optimizer with its state in memory.
+            ConfigError: It lacks an option of this optimizer.
+            ValueError: Its param_groups are not as many, or as long, as the optimizer's.
+        """
+        done = self._engine.completed_steps
+        if state_dict.get("state") or state_dict.get("step") != done:
+            found = "state in memory" if state_dict.get("state") else "options alone"
+            raise StoreError(
+                f"cannot load a `state_dict` into {self.TITLE} after {done} steps: expected the "
+                f"options of step {done}, found {found}, of step {state_dict.get('step')}; the "
+                "state is in the store: open it with `resume=True` at the commit in whose "
+                "metadata the `state_dict` is"
+            )
+        groups = [self._like_own(group) for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _update_now(self, parameter: nn.Parameter) -> ParameterUpdate | None:
         """Returns what a step would apply to `parameter` now; None where it has no gradient."""
@@ -217,6 +239,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"cannot use {self.TITLE} with `{name}` = {value}: {_NEVER[name]}"
                 )
+
+    def _like_own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options of a `state_dict`'s group with pairs as tuples, which JSON lacks."""
+        missing = sorted(self._options - group.keys())
+        if missing:
+            raise ConfigError(
+                f"cannot load a `state_dict` into {self.TITLE}: expected an option "
+                f"`{missing[0]}`, found {sorted(group)}; load that of the same optimizer"
+            )
+        pairs = {name: group[name] for name in self._options if isinstance(group[name], list)}
+        return {**group, **{name: tuple(pair) for name, pair in pairs.items()}}
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name, bounds in self.BOUNDS.items():

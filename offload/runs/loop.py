@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from offload.config import Config
 from offload.runs.data import NUM_VALIDATION_WINDOWS, Batch, Text
+from offload.runs.loss_contract import require_loss
 from offload.runs.phases import StepClock
 from offload.runs.schedule import learning_rate
 
@@ -100,8 +101,8 @@ class TrainingLoop:
         return total
 
     def _loss_of(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.model(batch.inputs.to(self.device), batch.targets.to(self.device))
-        return loss
+        loss = self.model(batch.inputs.to(self.device), batch.targets.to(self.device))
+        return require_loss(self.config.model.factory, loss, is_trained=torch.is_grad_enabled())
 
     def _clip(self) -> float:
         max_norm = self.config.train.max_grad_norm

@@ -2,7 +2,10 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,18 @@ from torch import nn
 from offload.config import ModelConfig
 from offload.errors import ConfigError
 from offload.runs.gpt import GPT, GPTShape
+
+
+@contextmanager
+def importing_beside(file: Path) -> Iterator[None]:
+    """Imports inside look first where the run's `file` lies, as those of a script do."""
+    directory = str(file.absolute().parent)
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if directory in sys.path:  # which is the user's code's too
+            sys.path.remove(directory)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -75,7 +90,8 @@ def _find_factory(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"cannot find `model.factory` `{name}`: expected `module:callable` that can be "
-            f"imported, found: {error}; correct it or set PYTHONPATH"
+            f"imported, found: {error}; correct it, put the module beside the "
+            "run's TOML file, or set PYTHONPATH"
         ) from error
     if not callable(found):
         raise ConfigError(

@@ -119,11 +119,23 @@ def probe_passes(
         other_layer_s=per_layer("other_s"),
         activation_bytes=fixed("activation_bytes"),
         activation_layer_bytes=per_layer("activation_bytes"),
-        workspace_bytes=fixed("workspace_bytes") if rss.is_exact else None,
-        workspace_layer_bytes=per_layer("workspace_bytes") if rss.is_exact else None,
+        **(_workspace(config, short, long) if rss.is_exact else {}),
         record_s=long.record_s(update_parameters_per_s),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _workspace(config: Config, short: _Measured, long: _Measured) -> dict[str, float]:
+    """Returns the fixed part and that of a layer.
+
+    Behind a link most of it is copies on their way, which do not get more with the layers.
+    """
+    per_layer = max(long.workspace_bytes - short.workspace_bytes, 0) / (_LONG - _SHORT)
+    if config.tiers.device.kind != "cpu":
+        fixed, per_layer = max(short.workspace_bytes, long.workspace_bytes), 0.0
+    else:
+        fixed = max(short.workspace_bytes - per_layer * _SHORT, 0.0)
+    return {"workspace_bytes": fixed, "workspace_layer_bytes": per_layer}
 
 
 def _model_bytes(config: Config, num_layers: int) -> int:

@@ -92,7 +92,7 @@ def storage_warnings(
         directories: Those of its paths that are there.
         spilled: Bytes of activations on storage; None: not known.
     """
-    tier, drain = config.tiers.storage, config.checkpoint.drain
+    tier, drain, saves = config.tiers.storage, config.checkpoint.drain, config.checkpoint.save_every
     if spilled is None:
         yield (
             "the storage planned does not hold activations, whose bytes can't be told for this "
@@ -101,16 +101,19 @@ def storage_warnings(
     if tier.durability == "none":
         return
     if drain is None:
-        yield (
-            "no checkpoint is copied off the storage paths: a path that cannot be read any more "
-            "ends the run for good; set `checkpoint.save_every` and `checkpoint.drain`"
-        )
+        # A run that keeps nothing until its end begins anew for less than a lost path.
+        if saves or tier.commit_every:
+            save_key = "" if saves else "`checkpoint.save_every` and "
+            yield (
+                "no checkpoint is copied off the storage paths: a path that cannot be read any "
+                f"more ends the run for good; set {save_key}`checkpoint.drain`"
+            )
     elif (path := shared_path(Path(drain), directories)) is not None:
         yield (
             f"`checkpoint.drain` = `{drain}` lies on the file system of storage path `{path}`, "
             "with which it would be lost; name a directory on another drive or file system"
         )
-    elif not config.checkpoint.save_every:
+    elif not saves:
         yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
 
 

@@ -24,6 +24,7 @@ from offload.plan.traffic import (
 )
 from offload.plan.uses import Reads, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
+from offload.runs.loss_contract import require_contract
 from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
     existing_directories,
@@ -53,18 +54,21 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
-        model: The run's, without values; None: it is built now.
+        model: The run's, without values, which is known to give a loss; None: it is built now.
         stored: The layout of the store that is gone on with; None: what suits the budget.
 
     Raises:
-        ConfigError: The model can't be built or the storage path is missing or not writable.
+        ConfigError: The model can't be built or gives no loss, or the storage path is missing or
+            not writable.
     """
     require_writable_paths(config, stores)
     directories = existing_directories(config, stores)
     known = read_profile() if profile is None else profile
     window = config.tiers.host.window
     config = _with_window(config, directories, known)
-    model = build_meta_model(config.model) if model is None else model
+    if model is None:
+        require_contract(config)
+        model = build_meta_model(config.model)
     arrangement = arrange_run(config, model, stored=stored)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None

@@ -16,6 +16,7 @@ from offload.plan.machine_profile import (
 )
 from offload.plan.run_plan import RunPlan
 from offload.runs.compared_policies import compare_policies, with_choices
+from offload.runs.loss_contract import require_contract
 from offload.runs.measurement import Measurement, OnMeasure
 from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import existing_directories
@@ -48,9 +49,13 @@ def plan_and_predict(
         machine_file: The profile; None: the default one, which may be missing.
         open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
+
+    Raises:
+        ConfigError: As from `plan_run`.
     """
     auto, config = config.policy.auto, config.settled()
     profile = read_profile(machine_file)
+    require_contract(config)
     model = build_meta_model(config.model)
 
     def plan_of(config: Config) -> RunPlan:

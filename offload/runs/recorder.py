@@ -123,13 +123,14 @@ class StepRecorder:
             cache_hit_bytes=now.cache_hit_bytes - since.cache_hit_bytes,
         )
 
-    def _validation_read_bytes(self, facts: StepFacts) -> int:
-        after, validated = facts.after, facts.validated
-        if self.overlap not in ("forward", "both"):
-            # It uses what was read ahead, and the next step reads that again.
-            return validated.moved_by_steps.read_bytes - after.moved_by_steps.read_bytes
-        update_bytes = validated.update_read_bytes - after.update_read_bytes
-        return validated.read_bytes - after.read_bytes - update_bytes
+    @staticmethod
+    def _validation_read_bytes(facts: StepFacts) -> int:
+        """Returns what validation used; the next step reads that again."""
+
+        def used_bytes(stats: SessionStats) -> int:
+            return stats.read_bytes - stats.ahead_read_bytes - stats.update_read_bytes
+
+        return used_bytes(facts.validated) - used_bytes(facts.after)
 
     @property
     def prefetch_hit_rate(self) -> float | None:

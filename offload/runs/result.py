@@ -65,6 +65,7 @@ class TrainResult:
     """How much faster than probed the paths were, so that steps do not beat their bound; 1: not."""
     update_bound_s: float | None
     update_achieved_over_bound: float | None
+    """None where updates run under passes: what is exposed of one is no part of its bound."""
     prefetch_hit_rate: float | None
     tokens_per_s: float | None
     commit_s: float | None

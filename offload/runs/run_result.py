@@ -11,6 +11,7 @@ from offload.plan.wear import wear
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.metrics import StepMetrics
 from offload.runs.model import gpt_shape
+from offload.runs.planning import choices_of
 from offload.runs.result import StepMedians, TrainResult, measured_steps, ratio
 from offload.runs.run_directory import RunDirectory
 from offload.runs.training_run import RunSummary
@@ -81,7 +82,9 @@ def run_result(
         achieved_over_bound=ratio(medians.bound_s, medians.step_s),
         path_rate_factor=rate_factor,
         update_bound_s=medians.update_bound_s,
-        update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s),
+        update_achieved_over_bound=ratio(medians.update_bound_s, medians.update_s)
+        if choices_of(config).overlap == "none"
+        else None,
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
         others_cpu_share=summary.others_cpu_share,

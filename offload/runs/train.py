@@ -21,6 +21,7 @@ from offload.runs.run_rates import probe_run, probe_run_again
 from offload.runs.run_result import run_result
 from offload.runs.training_run import Progress, TrainingRun
 from offload.runs.warm_up import warm_up
+from offload.storage.ownership import require_unowned
 
 _LOG = logging.getLogger("offload.runs")
 
@@ -47,17 +48,20 @@ def run_training(
     Raises:
         ConfigError: The config, a path or the data is wrong; nothing was written.
         PlanError: The run does not fit; nothing was written.
+        StoreError: Another process has the run open; nothing was written.
     """
     require_device(config.tiers.device.kind)
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
+    _require_unowned(directory)
     stored = _stored_layout(directory)
     config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
     plan = plan_run(config, stores=directory.stores, stored=stored)
     plan.require_fit()
     text = _open_text(config)
     warm_up(config)
+    _require_unowned(directory)  # another may have begun while this one was planned
     directory.prepare(config, plan=plan.to_json())
     for warning in plan.warnings:
         _LOG.warning("%s", warning)
@@ -115,6 +119,12 @@ def _carry_out(
         activation_bytes=result.activation_peak_bytes,
     )
     return result
+
+
+def _require_unowned(directory: RunDirectory) -> None:
+    """Refuses a run that another process has open, whose files a start would write anew."""
+    for store in directory.stores:
+        require_unowned(store)
 
 
 def _require_resumable(config: Config, directory: RunDirectory) -> None:

@@ -322,6 +322,7 @@ class Session:
         """Makes the state of now, with `metadata`, what a resume finds.
 
         Raises:
+            ConfigError: JSON cannot express the metadata, or would change a key that is no text.
             StoreError: There is no store, its durability is `none`, or an update failed before.
             StorageError: It could not be written; the last commit is whole.
         """
@@ -350,8 +351,8 @@ class Session:
     def load(self, name: str) -> None:
         """Goes back to checkpoint `name`, in this process; `metadata` is what it was given.
 
-        Gradients and what was not committed are dropped. The next commit makes it what a restart
-        finds.
+        Gradients and what was not committed are dropped; `param_groups` stay. The next commit makes
+        it what a restart finds.
 
         Raises:
             StoreError: There is none of that name, or it is another model's.

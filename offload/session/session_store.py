@@ -108,6 +108,7 @@ class SessionStore:
                     capacity_bytes=tier.capacity_of(index),
                     shares_capacity=self._config.activations.offload == "storage",
                     nominal_bytes_per_s=rate,
+                    limit_bytes_per_s=tier.rate_limit_of(index),
                 )
                 for index, (root, rate) in enumerate(zip(roots, rates, strict=True))
             ],

@@ -29,9 +29,11 @@ class SessionStats:
     """The part of it in which those waited for storage."""
     update_read_bytes: int = 0
     """The part of `read_bytes` that updates read."""
+    ahead_read_bytes: int = 0
+    """The part of `read_bytes` of units that were fetched ahead and are still to be used."""
     moved_by_steps: MovedBytes = field(default_factory=MovedBytes)
-    """The counters of when no update was pending last, without what is read ahead for a pass that
-    has not begun: differences are of whole steps."""
+    """The counters of when no update was pending last, without what was read ahead and is still to
+    be used: differences are of whole steps."""
     stalls: tuple[Stall, ...] = ()
     """What the caller's thread waited for, longest first."""
     accesses: int = 0
@@ -95,6 +97,7 @@ def count(
         update_wait_s=wrapped.counters.update_wait_s[0],
         update_io_wait_s=wrapped.counters.update_wait_s[1],
         update_read_bytes=wrapped.counters.update_read_bytes,
+        ahead_read_bytes=wrapped.counters.ahead_read_bytes,
         stalls=wrapped.counters.stalls,
         accesses=accesses,
         updated_in_place=sum(each.updated_in_place for each in counters),

@@ -41,6 +41,11 @@ class BackendStats:
     write_requests: int = 0
     in_flight_s: float = 0.0
     """Time in which at least one request was not done."""
+    read_in_flight_s: float = 0.0
+    """Time in which at least one read was not done."""
+    write_in_flight_s: float = 0.0
+    both_bytes: int = 0
+    """Moved while reads and writes were not done."""
     read_s: float = 0.0
     """Sum of the latencies, from the start of a request until it was done."""
     write_s: float = 0.0
@@ -64,6 +69,9 @@ class BackendStats:
             read_requests=self.read_requests + other.read_requests,
             write_requests=self.write_requests + other.write_requests,
             in_flight_s=self.in_flight_s + other.in_flight_s,
+            read_in_flight_s=self.read_in_flight_s + other.read_in_flight_s,
+            write_in_flight_s=self.write_in_flight_s + other.write_in_flight_s,
+            both_bytes=self.both_bytes + other.both_bytes,
             read_s=self.read_s + other.read_s,
             write_s=self.write_s + other.write_s,
             read_latencies=_sums(self.read_latencies, other.read_latencies),

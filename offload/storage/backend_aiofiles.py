@@ -66,7 +66,7 @@ class AiofilesBackend:
 
     def submit(self, transfer: Transfer) -> Request:
         """Starts `transfer`."""
-        request = _AiofilesRequest(transfer, begun_s=self._counters.begin())
+        request = _AiofilesRequest(transfer, begun_s=self._counters.begin(transfer.operation))
         self._loop.call_soon_threadsafe(self._enqueue, request)
         return request
 

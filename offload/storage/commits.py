@@ -230,6 +230,7 @@ class Commits:
             "store": {"id": self.store_id, "paths": roots},
         }
         try:
+            _require_text_keys(full)
             return json.dumps(full, sort_keys=True, separators=(",", ":")).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
@@ -244,6 +245,18 @@ class Commits:
                 f"have succeeded, found: {self._failure}; what it covered is suspect: end the run, "
                 "check the device, and resume from the last commit"
             )
+
+
+def _require_text_keys(value: object) -> None:
+    """Raises TypeError for a key that `json` would turn into another one, such as 2 into "2"."""
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is `{type(key).__name__}`, not a string")
+            _require_text_keys(member)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            _require_text_keys(member)
 
 
 def _shown(head: dict[str, Any]) -> dict[str, Any]:

@@ -137,6 +137,13 @@ def live_owner(root: Path) -> OwnerRecord | None:
         os.close(fd)
 
 
+def require_unowned(root: Path) -> None:
+    """Raises StoreError where a process owns the store now. Takes nothing."""
+    owner = live_owner(root)
+    if owner is not None:
+        raise _owned(root / OWNER_FILE, owner)
+
+
 def current_process() -> OwnerRecord:
     """Returns the record of this process."""
     start_ticks = _start_ticks(os.getpid())
@@ -199,7 +206,8 @@ def _require_silent(owner: OwnerRecord, path: Path) -> None:
             f"cannot own store `{path.parent}`: expected no owner, found {owner.describe()}, which "
             "cannot be seen from here and gave a sign of life "
             f"{'lately' if quiet_s is None else f'{max(quiet_s, 0):.0f} s ago'}; end it there, or "
-            f"try again when it has been silent for {DEAD_AFTER_S:.0f} s"
+            f"try again when it has been silent for {DEAD_AFTER_S:.0f} s",
+            is_refusal=True,
         )
 
 
@@ -223,7 +231,8 @@ def _owned(path: Path, owner: OwnerRecord | None) -> StoreError:
         who = owner.describe()
     return StoreError(
         f"cannot own store `{path.parent}`: expected no owner, found {who}; "
-        "wait until it ends, end it, or use another directory"
+        "wait until it ends, end it, or use another directory",
+        is_refusal=True,
     )
 
 

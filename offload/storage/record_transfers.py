@@ -258,6 +258,7 @@ class RecordTransfers:
             if is_of_checkpoint:
                 self._checkpoint_read_bytes += num_bytes
                 return
+            ticket.counted_bytes = num_bytes
             self._read_bytes += 0 if is_write else num_bytes
             self._write_bytes += num_bytes if is_write else 0
             for move in moves:

@@ -6,7 +6,7 @@ from pathlib import Path
 from offload.errors import ConfigError, StoreError
 from offload.storage.data_file import is_data_file_name
 from offload.storage.manifest_files import ManifestFiles, is_checkpoint_file, is_manifest_name
-from offload.storage.ownership import OWNER_FILE
+from offload.storage.ownership import OWNER_FILE, require_unowned
 from offload.storage.spill import SPILL_NAME
 
 
@@ -59,9 +59,11 @@ def _check_replaceable(root: Path) -> None:
         raise _not_replaceable(root, "a file") from error
     files = ManifestFiles(root)
     if files.sequences() or files.checkpoint_names():
+        require_unowned(root)  # which may have made it since its commits were looked for
         raise StoreError(
             f"cannot create store `{root}`: expected no commit there, found one; "
-            "go on with it (`resume=True`, `--resume auto`), or use another directory"
+            "go on with it (`resume=True`, `--resume auto`), or use another directory",
+            is_refusal=True,
         )
     foreign = [name for name in names if not _is_own(name)]
     if foreign or (names and OWNER_FILE not in names):
@@ -71,7 +73,8 @@ def _check_replaceable(root: Path) -> None:
 def _not_replaceable(root: Path, found: str) -> StoreError:
     return StoreError(
         f"cannot create store `{root}`: expected no such directory, an empty one, or a "
-        f"store without a commit, found {found}; use another directory"
+        f"store without a commit, found {found}; use another directory",
+        is_refusal=True,
     )
 
 

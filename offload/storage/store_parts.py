@@ -108,8 +108,9 @@ def make_parts(
     )
     commits = Commits(paths, versions=versions, block_bytes=block_bytes, store_id=store_id)
     rates = PathRates(
-        [path.engine.stats for path in paths],
+        [path.counters for path in paths],
         live_bytes=lambda index: versions.num_taken_on(index) * block_bytes,
+        limits=[path.config.limit_bytes_per_s for path in paths],
     )
     placement = Placement(
         paths, versions=versions, striping=striping, rates=rates, block_bytes=block_bytes

@@ -7,15 +7,18 @@ import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Protocol
 
 from offload.errors import StorageError
 from offload.plan.storage import margin_bytes
 from offload.sizes import format_size
+from offload.storage.backend import BackendStats
 from offload.storage.buffer import Buffer
 from offload.storage.data_file import DataFile
-from offload.storage.engine import EngineStats, Priority
+from offload.storage.engine import PathStats, Priority
 from offload.storage.file import StorageFile
 from offload.storage.manifest_files import ManifestFiles
 
@@ -50,7 +53,7 @@ class PathEngine(Protocol):
     ) -> PathTicket: ...
 
     def flush(self, file: StorageFile) -> None: ...
-    def stats(self) -> EngineStats: ...
+    def path_stats(self) -> list[PathStats]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ class StorePath:
     """Whether files beside the data file take their part: it then grows by what is needed only."""
     nominal_bytes_per_s: float | None = None
     """Bytes in and out again each second by the machine's profile, where there is one."""
+    limit_bytes_per_s: float | None = None
+    """Bytes/s of both directions together that its engine is held to; None: no limit."""
 
 
 class PathUse(Enum):
@@ -103,6 +108,10 @@ class OpenPath:
     @property
     def root(self) -> Path:
         return self.config.root
+
+    def counters(self) -> BackendStats:
+        """Returns the counters of its engine."""
+        return reduce(add, (path.counters for path in self.engine.path_stats()), BackendStats())
 
     def growable_blocks(self) -> int:
         """Returns by how many blocks the data file may still grow."""

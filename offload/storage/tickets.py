@@ -12,6 +12,9 @@ from offload.storage.store_paths import PathTicket
 class StoreTicket:
     """The transfers of one read or write of a record.
 
+    Attributes:
+        counted_bytes: What the store's counters have of it, padding included.
+
     A written version is current, and what was read is verified, once `wait` has returned.
 
     Ownership: The caller's memory belongs to the store until `wait` has returned or raised an
@@ -38,6 +41,7 @@ class StoreTicket:
             settle: Called once, when all transfers are over.
             retry: Starts the whole over after an error where that can help; else gives None.
         """
+        self.counted_bytes = 0
         self._moves = moves
         self._tickets = tickets
         self._outcome = outcome

@@ -52,8 +52,6 @@ class ModelCounters:
         self._store = store
         self._link_waits = link_waits
         self._moved_by_steps = MovedBytes()
-        self._ahead_read_bytes = 0
-        self._ahead_after = 0
 
     @property
     def io_wait_s(self) -> float:
@@ -73,6 +71,12 @@ class ModelCounters:
     @property
     def update_read_bytes(self) -> int:
         return self._updates.pipeline.read_bytes
+
+    @property
+    def ahead_read_bytes(self) -> int:
+        """Of records that were read for units which are still to be used."""
+        residency = self._attachment.residency
+        return residency.ahead_read_bytes if residency else 0
 
     @property
     def spilled_read_bytes(self) -> int:
@@ -108,20 +112,19 @@ class ModelCounters:
         )
 
     def moved_by_steps(self) -> MovedBytes:
-        """Returns `moved` of when no update was pending last: differences are of whole steps.
+        """Returns what was used of `moved` when no update was pending last.
 
-        Where updates run at once this is now, without what is read for a pass that has not begun.
+        So differences are of whole steps, however far ahead units are fetched.
         """
-        if self._updates.deferred is not None:
-            return self._moved_by_steps
-        moved = self.moved()
-        is_before_pass = self._num_passes() == self._ahead_after
-        ahead_bytes = self._ahead_read_bytes if is_before_pass else 0
-        return replace(moved, read_bytes=moved.read_bytes - ahead_bytes)
+        return self._used() if self._updates.deferred is None else self._moved_by_steps
 
     def end_step(self) -> None:
-        """Takes what was moved so far as that of whole steps."""
-        self._moved_by_steps = self.moved()
+        """Takes what was used so far as that of whole steps."""
+        self._moved_by_steps = self._used()
+
+    def _used(self) -> MovedBytes:
+        moved = self.moved()
+        return replace(moved, read_bytes=moved.read_bytes - self.ahead_read_bytes)
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -137,18 +140,6 @@ class ModelCounters:
         before = self._read_bytes()
         yield
         self.digest_read_bytes += self._read_bytes() - before
-
-    @contextlib.contextmanager
-    def reading_ahead(self) -> Iterator[None]:
-        """Counts what is read in this context as read for the next pass."""
-        before = self._read_bytes()
-        yield
-        self._ahead_read_bytes = self._read_bytes() - before
-        self._ahead_after = self._num_passes()
-
-    def _num_passes(self) -> int:
-        streamed = self._attachment.streamed
-        return streamed.residency.trace.num_passes if streamed is not None else 0
 
     def _read_bytes(self) -> int:
         return self._store.stats().read_bytes if self._store is not None else 0

@@ -84,7 +84,7 @@ class StreamedModel:
 
     def after_update(self) -> None:
         """Begins to fetch what the next training forward needs first."""
-        self.residency.trace.predict("train")
+        self.residency.trace.end_step()
         self.residency.prefetch()
 
     def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
@@ -92,7 +92,8 @@ class StreamedModel:
         in_backward = is_in_backward()
         is_outermost = self._depth == 0 and not in_backward
         if is_outermost:
-            self._begin_pass()
+            self._on_pass()
+            self.residency.begin_pass(is_evaluation=not torch.is_grad_enabled())
         depth, held, pushed = self._depth, [], False
         try:
             self._depth = depth + 1
@@ -108,7 +109,7 @@ class StreamedModel:
             for index in held:
                 self.residency.release_hold(index, evict=not in_backward)
             if is_outermost:
-                self.residency.end_accesses()
+                self.residency.end_pass()
             if (is_unit or is_outermost) and not in_backward and torch.is_grad_enabled():
                 self._on_graph()
 
@@ -142,15 +143,6 @@ class StreamedModel:
         for parameter in dict.values(module._parameters):
             if parameter is not None:
                 self._on_access(id(parameter))
-
-    def _begin_pass(self) -> None:
-        """Starts a trace; what an earlier pass left in slots goes, so that bytes are as planned."""
-        self._on_pass()
-        # What a backward that raised, or an interrupt, left behind.
-        self.residency.drop_holds()
-        self.residency.evict_used()
-        mode = "train" if torch.is_grad_enabled() and self.model.training else "evaluate"
-        self.residency.trace.begin(mode)
 
     def _on_access(self, parameter_id: int) -> None:
         """Fetches a parameter that is used outside its module's call."""

@@ -11,7 +11,7 @@ from offload.memory import memory_of
 from offload.optim.deferred import DeferredUpdates
 from offload.optim.handover import HandedOver
 from offload.streaming.tier import HostUnits, StoredUnits
-from offload.streaming.unit import Transfer, start_all
+from offload.streaming.unit import Transfer, counted_bytes_of, start_all
 
 
 class PendingUnits:
@@ -183,12 +183,14 @@ class LateRead:
         self._is_ahead = True
         self._started = threading.Event()
         self.transfers: list[Transfer] = []
+        self.counted_bytes = 0
         self._failure: BaseException | None = None
 
     def start(self) -> None:
         try:
             if self._read is not None:
                 self.transfers = self._read(self._is_ahead)
+                self.counted_bytes = counted_bytes_of(self.transfers)
         except BaseException as error:  # noqa: BLE001 - raised by `wait`, not in the updates
             self._failure = error
         finally:

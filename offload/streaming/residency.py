@@ -6,6 +6,7 @@ drops the engine's own views; the slot comes back when the last alias of it is g
 
 import contextlib
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from offload.streaming.unit import (
     Edit,
     StreamedUnit,
     Transfer,
-    errors_without_memory,
+    counted_bytes_of,
+    filling_slots,
     require_untouched,
     wait_quietly,
 )
@@ -101,6 +103,12 @@ class Residency:
         """Returns the resident unit whose slot holds `tensor`, if any."""
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
+    @property
+    def ahead_read_bytes(self) -> int:
+        """What the store has counted of units that were fetched ahead and are still to be used."""
+        ahead = (unit for unit in self.units if unit.state is CopyState.FETCHING)
+        return sum(counted_bytes_of(unit.transfers) for unit in ahead)
+
     def hold(self, index: int) -> None:
         """Fetches a unit and keeps it from eviction until `release_hold`."""
         unit = self.units[index]
@@ -129,12 +137,31 @@ class Residency:
             self.fetch(unit)
         unit.note_access(parameter_id)
 
-    def end_accesses(self) -> None:
-        """Units that were accessed in a forward that ends leave their slots."""
+    def begin_pass(self, *, is_evaluation: bool) -> None:
+        """Begins a forward; what an earlier pass left in slots goes, so that bytes are as planned.
+
+        What is prefetched stays, and between two forwards what is among the next.
+        """
+        self._accessed.clear()
+        for unit in self.units:
+            unit.num_holds = 0  # what a call that was interrupted left behind
+        self.trace.begin(is_evaluation=is_evaluation)
+        goes_on = self.trace.is_in_forward
+        if not goes_on:
+            self._used_since_s = None
+        staying = set(itertools.islice(self.trace.upcoming(), self._pool.num_slots))
+        for unit in self.units:
+            stays = goes_on and unit.index in staying
+            if unit.was_used and not stays and not unit.kept_names:
+                self.evict(unit)
+
+    def end_pass(self) -> None:
+        """Ends a forward; units accessed outside their modules' calls leave their slots."""
         for index in sorted(self._accessed):
             if self.units[index].num_holds == 0 and self.units[index].state is CopyState.CLEAN:
                 self._leave(self.units[index])
         self._accessed.clear()
+        self.trace.end()
 
     def _leave(self, unit: StreamedUnit) -> None:
         """Evicts a unit whose use has ended, unless someone keeps a parameter of it.
@@ -148,12 +175,6 @@ class Residency:
         if not self.trace.is_among_next(unit.index, self._pool.num_slots - num_held):
             self.evict(unit)
         self.prefetch()
-
-    def drop_holds(self) -> None:
-        """Ends every hold: no call runs, so what is held was left by one that was interrupted."""
-        self._accessed.clear()
-        for unit in self.units:
-            unit.num_holds = 0
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
@@ -180,7 +201,7 @@ class Residency:
             if is_backward and unit is not self._current:
                 self._on_backward()
         if unit.state is not CopyState.CLEAN:
-            with errors_without_memory():
+            with filling_slots():
                 self._bring(unit)
         elif is_recorded and unit.was_looked_at:
             unit.was_looked_at = False
@@ -235,7 +256,7 @@ class Residency:
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
-        with errors_without_memory():
+        with filling_slots():
             self._start_ahead()
 
     def _start_ahead(self) -> None:
@@ -350,13 +371,6 @@ class Residency:
         """Takes every unit that nobody holds or keeps out of its slot."""
         for unit in self.units:
             if unit.num_holds == 0 and not unit.kept_names:
-                self.evict(unit)
-
-    def evict_used(self) -> None:
-        """Takes out what an earlier pass left behind; what is prefetched stays."""
-        self._used_since_s = None
-        for unit in self.units:
-            if unit.was_used and unit.num_holds == 0 and not unit.kept_names:
                 self.evict(unit)
 
     def capture_edits(self, unit: StreamedUnit) -> None:

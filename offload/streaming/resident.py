@@ -116,15 +116,17 @@ class ResidentUnits:
             self.trace.record(Access(unit=index, is_backward=False))
         self._look(index)
 
-    def end_accesses(self) -> None:
-        """Ends what `access` was for."""
-        self._accessed.clear()
-
-    def drop_holds(self) -> None:
-        """Ends every hold."""
+    def begin_pass(self, *, is_evaluation: bool) -> None:
+        """Begins a forward; no call runs, so what is held was left by one that was interrupted."""
         self._accessed.clear()
         for unit in self.units:
             unit.num_holds = 0
+        self.trace.begin(is_evaluation=is_evaluation)
+
+    def end_pass(self) -> None:
+        """Ends a forward, and what `access` was for."""
+        self._accessed.clear()
+        self.trace.end()
 
     def look(self, index: int, parameter_id: int) -> None:
         """Shows a unit's parameters for a look from outside a pass."""
@@ -145,9 +147,6 @@ class ResidentUnits:
 
     def prefetch(self) -> None:
         """Does nothing: all is in memory."""
-
-    def evict_used(self) -> None:
-        """Does nothing: all stays in memory."""
 
     def _show(self, unit: ResidentUnit) -> None:
         if unit.hidden and self._on_device is not None:

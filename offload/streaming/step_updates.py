@@ -141,7 +141,7 @@ class StepUpdates:
         """Starts the updates of step `step`, which go on while the next forward runs."""
         assert self.deferred is not None
         state = self.pipeline.state
-        trace.predict("train")
+        trace.end_step()
         edited = frozenset(state.edited)
         state.edited.clear()
         if state.elsewhere is not None:

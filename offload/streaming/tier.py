@@ -20,7 +20,7 @@ from offload.storage.stalls import CHECKSUM, LINK, path_label
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
 from offload.streaming.parameter_tier import StoredTier
-from offload.streaming.unit import Transfer, start_all
+from offload.streaming.unit import Transfer, counted_bytes_of, start_all
 
 
 class StoredUnits:
@@ -386,6 +386,10 @@ class _StagedRead:
         self.slot = slot
         self.reads = reads
         self._copy = copy
+
+    @property
+    def counted_bytes(self) -> int:
+        return counted_bytes_of(self.reads)
 
     def is_read(self) -> bool:
         """Returns whether the bytes are in host memory."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -26,6 +26,22 @@ class Transfer(Protocol):
     def done(self) -> bool: ...
 
 
+@runtime_checkable
+class Counted(Protocol):
+    """A transfer from storage.
+
+    Attributes:
+        counted_bytes: What the store has counted of it so far.
+    """
+
+    counted_bytes: int
+
+
+def counted_bytes_of(transfers: Iterable[Transfer]) -> int:
+    """Returns what the store has counted of the transfers, as far as they are from there."""
+    return sum(each.counted_bytes for each in transfers if isinstance(each, Counted))
+
+
 def wait_quietly(transfers: Iterable[Transfer]) -> None:
     """Waits until none of the transfers touches memory any more, whatever they give."""
     for transfer in transfers:
@@ -36,10 +52,14 @@ def wait_quietly(transfers: Iterable[Transfer]) -> None:
 
 
 @contextlib.contextmanager
-def errors_without_memory() -> Iterator[None]:
-    """Keeps what passes of frames that have ended from keeping a slot as long as the error."""
+def filling_slots() -> Iterator[None]:
+    """Makes what any pass may use, and keeps no slot as long as an error.
+
+    A pass in inference mode fetches for those that follow it, and frames of an error have tensors.
+    """
     try:
-        yield
+        with torch.inference_mode(mode=False):
+            yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

@@ -257,8 +257,7 @@ class WrappedModel:
             self._updates.failure = error
             raise
         if self._attachment.streamed is not None:
-            with self.counters.reading_ahead():
-                self._attachment.streamed.after_update()
+            self._attachment.streamed.after_update()
         self.counters.update_s += time.perf_counter() - started
 
     # What the session asks.

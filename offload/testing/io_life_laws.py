@@ -149,6 +149,28 @@ class LifeLaws(IOLaws):
         assert sum(counters.write_latencies) == counters.write_requests == 3
         assert sum(counters.read_latencies) == counters.read_requests == 1
         assert 0 < counters.in_flight_s <= counters.read_s + counters.write_s + 1e-6
+        assert counters.read_in_flight_s > 0 and counters.both_bytes == 0
+        each_s = counters.read_in_flight_s + counters.write_in_flight_s
+        assert each_s == pytest.approx(counters.in_flight_s)
+
+    def test_time_and_bytes_of_both_directions_at_once_are_counted(
+        self, engine: Engine, any_file: StorageFile
+    ) -> None:
+        memory = aligned(2 * MIB)
+        engine.write(any_file, 0, memory).wait()
+        tickets = []
+        for offset in range(0, 64 * MIB, 2 * MIB):
+            tickets.append(engine.write(any_file, 2 * MIB + offset, memory))
+            tickets.append(engine.read(any_file, 0, aligned(2 * MIB)))
+        for ticket in tickets:
+            ticket.wait()
+
+        (path,) = engine.path_stats()
+
+        counters = path.counters
+        both_s = counters.read_in_flight_s + counters.write_in_flight_s - counters.in_flight_s
+        assert both_s > 0
+        assert 0 < counters.both_bytes <= 128 * MIB
 
     def test_registered_memory_moves_the_same_bytes(
         self, engine: Engine, any_file: StorageFile

@@ -196,6 +196,39 @@ static void test_counters_hold_latencies(void)
 	CHECK(stats.read_ns >= DELAY_NS);
 	CHECK(stats.in_flight_ns >= 2 * DELAY_NS);
 	CHECK(stats.in_flight_ns <= stats.read_ns + stats.write_ns);
+	/* One after the other. */
+	CHECK(stats.read_in_flight_ns >= DELAY_NS);
+	CHECK(stats.write_in_flight_ns >= DELAY_NS);
+	CHECK_EQUAL(stats.read_in_flight_ns + stats.write_in_flight_ns,
+		    stats.in_flight_ns);
+	CHECK_EQUAL(stats.both_bytes, 0);
+	ofl_aio_close(queue);
+	close(fd);
+}
+
+static void test_counters_tell_what_both_directions_moved_at_once(void)
+{
+	struct ofl_aio_fault slow = all_calls();
+	const struct ofl_aio_faults faults = {.rules = &slow, .num_rules = 1};
+	struct ofl_aio_request *writing, *reading;
+	struct ofl_aio_stats stats;
+	struct ofl_aio *queue;
+	int fd = open_temporary();
+
+	slow.operations = OFL_AIO_FAULT_READS;
+	slow.delay_ns = DELAY_NS;
+	queue = open_queue("fault", 2, &faults);
+	CHECK(queue);
+	CHECK_EQUAL(move(queue, OFL_AIO_WRITE, fd, written, 2).error, 0);
+	reading = submit(queue, OFL_AIO_READ, fd, found, 2);
+	writing = submit(queue, OFL_AIO_WRITE, fd, written, 1);
+	CHECK_EQUAL(finish(writing).error, 0);
+	CHECK_EQUAL(finish(reading).error, 0);
+	ofl_aio_read_stats(queue, &stats);
+	CHECK_EQUAL(stats.both_bytes, 1); /* the read ended alone */
+	CHECK(stats.read_in_flight_ns + stats.write_in_flight_ns > stats.in_flight_ns);
+	CHECK(stats.read_in_flight_ns >= DELAY_NS);
+	CHECK(stats.write_in_flight_ns < stats.in_flight_ns);
 	ofl_aio_close(queue);
 	close(fd);
 }
@@ -358,6 +391,7 @@ int main(void)
 	test_cancel_ends_what_has_not_begun();
 	test_notify_writes_when_the_request_is_done();
 	test_counters_hold_latencies();
+	test_counters_tell_what_both_directions_moved_at_once();
 	test_random_faults_are_continued_or_reported();
 	test_a_rule_chooses_bytes_and_calls();
 	test_wrong_faults_are_refused();

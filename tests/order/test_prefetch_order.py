@@ -179,6 +179,19 @@ class Recorded(Residency):
         super().evict(unit)
 
 
+def run_twice(harness, passes):
+    """Runs steps of `passes`; the events of what comes after them are those to look at."""
+    for _ in range(2):
+        passes()
+        harness.update()
+    harness.residency.trace.divergences = 0
+    harness.take()
+
+
+def missed(harness):
+    return harness.residency.counters.accesses - harness.residency.counters.prefetch_hits
+
+
 FIRST_FORWARD = [
     *["fetch 0", "use 0", "evict 0"],
     *["fetch 1", "use 1", "evict 1"],
@@ -346,29 +359,174 @@ def test_reads_are_the_same_however_the_distance_changes(slots, monkeypatch):
     assert set(reads) == {4 + max(3 - slots, 0)}
 
 
-def test_evaluation_in_between_has_a_trace_of_its_own():
+FORWARD_WITHIN_A_STEP = [
+    *["prefetch 2", "use 0", "evict 0", "prefetch 3"],  # 0 and 1 were prefetched before
+    *["use 1", "evict 1", "prefetch 0", "use 2", "evict 2", "prefetch 1", "use 3", "evict 3"],
+]
+FORWARD_BEFORE_BACKWARD = [
+    *["prefetch 2", "use 0", "evict 0", "prefetch 3"],
+    *["use 1", "use 2", "use 3"],  # which stay for backward
+]
+
+
+def test_a_forward_prefetches_the_next_one_of_its_step():
     harness = Harness(slots=3)
-    harness.step()
-    harness.evaluate()
+    run_twice(harness, lambda: (harness.forward() + harness.forward()).backward())
+
+    first = harness.forward()
+    events = harness.take()
+    second = harness.forward()
+    again = harness.take()
+    (first + second).backward()
+
+    assert events == FORWARD_WITHIN_A_STEP
+    assert again == FORWARD_BEFORE_BACKWARD
+    assert harness.take() == []
+    assert harness.residency.trace.divergences == 0
+
+
+def test_layers_that_are_called_directly_are_as_those_of_a_model_that_is_called():
+    harness = Harness(slots=3)
+
+    def forward():
+        x = torch.ones(1, WIDTH)
+        for layer in harness.model.layers:
+            x = layer(x)
+        return x.sum()
+
+    run_twice(harness, lambda: forward().backward())
+
+    loss = forward()
+
+    assert harness.take() == FORWARD_BEFORE_BACKWARD
+    loss.backward()
+    assert harness.take() == []
+    assert harness.residency.trace.divergences == 0
+
+
+def test_backward_prefetches_the_next_micro_step_which_reads_as_much_as_the_first():
+    harness = Harness(slots=3)
+
+    def micro_steps():
+        harness.forward().backward()
+        harness.forward().backward()
+
+    run_twice(harness, micro_steps)
+    harness.forward().backward()
+    first = harness.take()
+
+    harness.forward().backward()
+
+    assert first == [*FORWARD_BEFORE_BACKWARD, "evict 3", "prefetch 0"]
+    assert harness.take() == [
+        *["evict 1", "evict 2"],  # what backward left
+        *["prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
+        *["use 1", "use 2", "use 3"],
+    ]
+    assert harness.residency.trace.divergences == 0
+
+
+def test_the_second_micro_step_ever_is_predicted_from_the_first():
+    harness = Harness(slots=3)
+    harness.forward().backward()
+    harness.take()
+
+    harness.forward().backward()
+
+    assert harness.take() == [
+        *["evict 1", "evict 2", "evict 3"],
+        *["fetch 0", "prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
+        *["use 1", "use 2", "use 3", "evict 3", "prefetch 0"],
+    ]
+
+
+def test_a_loop_without_updates_prefetches_from_pass_to_pass():
+    harness = Harness(slots=3)
+    for _ in range(3):
+        harness.evaluate()
     harness.take()
 
     harness.evaluate()
-    second = harness.take()
-    loss = harness.forward()
-    forward = harness.take()
-    loss.backward()
-    backward = harness.take()
 
-    assert second == [
-        *["fetch 0", "prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
-        *["use 1", "evict 1", "use 2", "evict 2", "use 3", "evict 3"],
-    ]
-    assert forward == [
-        *["fetch 0", "prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
-        *["use 1", "use 2", "use 3"],
-    ]
-    assert backward == []
+    assert harness.take() == FORWARD_WITHIN_A_STEP
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_evaluations_of_every_step_are_foreseen(is_inside):
+    harness = Harness(slots=3)
+
+    def step():
+        loss = harness.forward()
+        if is_inside:
+            harness.evaluate()
+        loss.backward()
+        if not is_inside:
+            harness.evaluate()
+
+    run_twice(harness, step)
+    before = missed(harness)
+
+    for _ in range(3):
+        step()
+        harness.update()
+
+    assert missed(harness) == before
     assert harness.residency.trace.divergences == 0
+
+
+def test_an_evaluation_once_in_a_while_costs_the_steps_no_hit():
+    harness = Harness(slots=3)
+    for _ in range(3):
+        harness.step()
+    harness.evaluate()
+    harness.step()
+    before = missed(harness)
+
+    harness.evaluate()
+    harness.evaluate()
+    for _ in range(3):
+        harness.step()
+
+    assert missed(harness) == before
+
+
+def test_generation_in_the_middle_of_a_step_leaves_the_rest_of_it_foreseen():
+    harness = Harness(slots=3)
+    for _ in range(3):
+        harness.step()
+    loss = harness.forward()
+    before = missed(harness)
+
+    harness.evaluate()
+    harness.evaluate()
+    loss.backward()
+    harness.update()
+    for _ in range(2):
+        harness.step()
+    harness.take()
+    loss = harness.forward()
+
+    # The first generation is not foreseen, nor that backward follows it; the steps after it are.
+    assert missed(harness) - before == 4 + 2
+
+    assert harness.take() == FORWARD_BEFORE_BACKWARD
+
+
+def test_steps_that_take_turns_are_foreseen():
+    harness = Harness(slots=2)
+
+    def step(skipped):
+        harness.model.skipped = skipped
+        harness.step()
+
+    for skipped in ({1}, {2, 3}) * 3:
+        step(skipped)
+    before = missed(harness), harness.residency.trace.divergences
+
+    for skipped in ({1}, {2, 3}) * 2:
+        step(skipped)
+
+    assert (missed(harness), harness.residency.trace.divergences) == before
 
 
 def test_a_layer_that_is_skipped_is_fetched_in_vain_once_and_the_trace_is_recorded_anew():
@@ -460,3 +618,14 @@ def test_nothing_is_leased_once_every_unit_has_left():
 
     assert harness.pool.num_free == 3
     assert all(parameter.isnan().all() for parameter in harness.model.parameters())
+
+
+def test_what_a_pass_in_inference_mode_prefetches_is_trained_with():
+    harness = Harness(slots=3)
+    for _ in range(3):
+        with torch.inference_mode():
+            harness.forward()
+
+    harness.forward().backward()
+
+    assert all(layer.weight.grad is not None for layer in harness.model.layers)

@@ -38,7 +38,28 @@ def test_each_step_has_the_units_that_it_used_and_not_those_read_ahead_for_the_n
 
     found = train(config, run_dir=tmp_path / "run", validates=True)
 
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["read_bytes"] for line in lines][1:]  # the first has no trace
+    steps = read_bytes_of_steps(tmp_path / "run")[1:]  # the first has no trace
     assert max(steps) == min(steps)
     assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_so_have_steps_whose_updates_run_under_the_next_forward(
+    tmp_path, small_config, train, distances, eval_every
+):
+    config = small_config(
+        model__layers=6, model__width=256, train__steps=6, train__eval_every=eval_every,
+        tiers__host__memory="24MiB", policy__parameters="storage", policy__optimizer="storage",
+        policy__order="resident", policy__overlap="forward",
+    )  # fmt: skip
+
+    found = train(config, run_dir=tmp_path / "run", validates=True)
+
+    steps = read_bytes_of_steps(tmp_path / "run")[2:]  # the second has the updates of the first
+    assert max(steps) == min(steps)
+    assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+def read_bytes_of_steps(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["read_bytes"] for line in lines]

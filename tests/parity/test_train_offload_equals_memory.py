@@ -46,6 +46,18 @@ def test_updates_under_backward_equal_those_in_memory_on_a_device_with_memory_of
     assert offloaded.state_digest == in_memory.state_digest
 
 
+@pytest.mark.parametrize(("overlap", "is_rated"), [("none", True), ("forward", False)])
+def test_an_update_has_a_bound_to_go_by_where_it_runs_alone(
+    tmp_path, small_config, train, overlap, is_rated
+):
+    changes = {"train__steps": 6, "policy__overlap": overlap}
+
+    result = train(small_config(**changes), run_dir=tmp_path / "run")
+
+    assert (result.update_achieved_over_bound is not None) == is_rated
+    assert result.achieved_over_bound is not None
+
+
 @pytest.mark.parametrize("changes", [
     {"optimizer__codec": "fp32"},
     {"train__gradient_dtype": "float32", "train__micro_steps": 2},

@@ -1,6 +1,8 @@
 """The command line: exit codes, JSON objects, and the frozen set of options."""
 
+import io
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -283,7 +285,8 @@ def test_a_run_that_a_signal_stopped_prints_its_result_and_says_so(
         (PlanError("too small"), 2),
         (BudgetError("full"), 1),
         (StorageError("EIO"), 1),
-        (StoreError("locked"), 1),
+        (StoreError("no commit"), 1),
+        (StoreError("owned by another", is_refusal=True), 2),
         (CorruptStateError("bad block"), 1),
         (ZeroDivisionError("a fault of ours"), 1),
         (KeyboardInterrupt(), 130),
@@ -477,3 +480,15 @@ def test_an_argument_that_is_empty_is_refused_before_anything_is_done(calls, cap
     assert code == 2
     assert "expected none that is empty" in _json(capsys)[0]["error"]["message"]
     assert "train" not in calls
+
+
+def test_a_log_line_goes_to_what_standard_error_is_then(monkeypatch):
+    first, then = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", first)
+    run(["config", "show"])
+    first.close()
+
+    monkeypatch.setattr("sys.stderr", then)
+    logging.getLogger("offload.runs").warning("after the command")
+
+    assert then.getvalue() == "WARNING offload.runs: after the command\n"

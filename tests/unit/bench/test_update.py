@@ -147,6 +147,8 @@ def test_updates_under_passes_move_the_same_bytes_and_compute_the_same_bits(
     assert under.bound_s <= alone.bound_s
     assert alone.parameters_per_s == PARAMETERS / alone.update_s
     assert under.parameters_per_s is None
+    assert alone.update_achieved_over_bound is not None
+    assert under.update_achieved_over_bound is None
 
 
 def test_hits_are_those_of_whole_steps_however_far_pending_updates_are(tmp_path):
@@ -185,12 +187,24 @@ def test_updates_under_backward_begin_when_gradients_appear(tmp_path, overlap, m
 
     monkeypatch.setattr(EarlyUpdates, "take", noted)
 
-    measure([path], order="resident", overlap=overlap, compute_s=0.01, commit_every=2)
+    options = UpdateOptions(
+        parameters=PARAMETERS,
+        paths=[path],
+        host_memory_bytes=40 << 20,
+        steps=1,
+        order="resident",
+        overlap=overlap,
+        compute_s=0.01,
+        commit_every=2,
+    )
 
-    # Of three steps, each updated all of its records before it was asked to.
-    assert [len(each) for each in taken] == [
-        len(made_up_layout(PARAMETERS, codec="split").records)
-    ] * 3
+    bench_update(options)
+
+    # Of three steps, each updated all of its records but the cached before it was asked to.
+    num_records = len(made_up_layout(PARAMETERS, codec="split").records)
+    num_streamed = num_records - host_plan(options).num_cached
+    assert num_streamed > 1
+    assert [len(each) for each in taken] == [num_streamed] * 3
 
 
 def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 
 from offload.config import build_config
 from offload.errors import ConfigError
+from offload.plan.machine import PathRates
 from offload.plan.machine_profile import (
     MARK,
     MachineProfile,
@@ -12,6 +13,7 @@ from offload.plan.machine_profile import (
     parse_profile,
     read_profile,
 )
+from offload.plan.work import ModelPasses, PassTimes
 from offload.runs.gpt import GPT, GPTShape
 from offload.runs.operation_count import count_passes
 from offload.runs.pass_finder import PassFinder
@@ -153,8 +155,8 @@ def test_what_a_run_did_not_tell_of_its_memory_is_taken_from_shorter_models(text
     profile.write_text(f"{MARK}\nschema = 1\n")
     short = plan_and_predict(config(text), machine_file=profile).prediction
     run = RunProfile(
-        shape=run_shape(config(text)), threads=torch.get_num_threads(), forward_s=0.5,
-        backward_s=1.0, other_s=0.0, activation_bytes=0, measured_at="now",
+        shape=run_shape(config(text)), threads=torch.get_num_threads(), forward_s=1e6,
+        backward_s=2e6, other_s=0.0, activation_bytes=0, measured_at="now",
     )  # fmt: skip
     add_to_profile(profile, MachineProfile(runs=(run,)))
     (passes,) = read_profile(profile).passes
@@ -396,6 +398,26 @@ def test_a_run_that_does_not_fit_reads_nothing_ahead_and_has_no_commits(text):
     assert slots["value"].endswith(" 0 ahead")
 
 
+@pytest.fixture
+def fast_machine(monkeypatch):
+    """One that is measured to take next to nothing for all but its link."""
+
+    def find(finder, **_):
+        unit = PassTimes(forward_s=1e-3, backward_s=2e-3)
+        return ModelPasses(units=(unit,) * len(finder._plan.layout.units), other_s=0.0)
+
+    def probe_path(directory, *_, **__):
+        return PathRates(
+            path=str(directory), read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=5e8
+        )
+
+    monkeypatch.setattr("offload.runs.measurement.PassFinder.find", find)
+    monkeypatch.setattr("offload.runs.measurement.probe_path", probe_path)
+    monkeypatch.setattr("offload.runs.measurement.probe_update", lambda *_, **__: 1e9)
+    monkeypatch.setattr("offload.runs.measurement.copy_rate_bytes_per_s", lambda: 1e10)
+
+
+@pytest.mark.usefixtures("fast_machine")
 @pytest.mark.parametrize("parameters", ["device", "host", "storage"])
 def test_a_slow_link_is_in_the_times_and_the_bound(text, parameters):
     device = {"tiers.device.kind": "emulated", "policy.parameters": parameters}

@@ -210,7 +210,7 @@ def test_a_plan_after_a_run_has_the_times_of_that_run(factory_run, tmp_path, mon
     assert planned.prediction.step.backward_s >= run.backward_s * (1 - 1e-9) > 0  # a sum of units
     assert planned.prediction.activation_bytes == result.activation_peak_bytes
     assert planned.prediction.rss_peak_bytes is not None
-    assert run.workspace_bytes > 0
+    assert run.workspace_bytes is not None
     assert not [each for each in planned.warnings if "times" in each]
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from offload.config import load_config
-from offload.errors import ConfigError, PlanError
+from offload.errors import ConfigError, PlanError, StoreError
 from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
 from offload.runs.train import run_training
+from offload.storage.ownership import Ownership
 
 SMALL = Path(__file__).parents[3] / "examples" / "small.toml"
 
@@ -32,6 +33,39 @@ def test_a_budget_below_the_smallest_names_it_and_the_smallest_fits(tmp_path):
 
     assert_refused(tmp_path, PlanError, str(smallest), f"tiers.host.memory={smallest - 1}")
     assert plan_run(config(f"tiers.host.memory={smallest}")).fits
+
+
+def test_a_run_that_another_process_has_open_stays_as_it_is(tmp_path):
+    store = tmp_path / "run" / "store"
+    store.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("of the other\n")
+    owner = Ownership(store)
+    owner.acquire()
+
+    with pytest.raises(StoreError, match="cannot own store .* found another store") as raised:
+        run_training(config(), run_dir=tmp_path / "run", resume="auto")
+    owner.release()
+
+    assert raised.value.is_refusal
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["metrics.jsonl", "store"]
+
+
+def test_a_run_that_another_begins_while_it_is_planned_stays_as_it_is(tmp_path, monkeypatch):
+    store = tmp_path / "run" / "store"
+    owner = Ownership(store)
+
+    def begin(_):
+        store.mkdir(parents=True)
+        owner.acquire()
+
+    monkeypatch.setattr("offload.runs.train.warm_up", begin)
+
+    with pytest.raises(StoreError, match="cannot own store"):
+        run_training(config(), run_dir=tmp_path / "run", resume="auto")
+    owner.release()
+
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["store"]
 
 
 def test_a_device_that_is_not_here_is_named(tmp_path, monkeypatch):
