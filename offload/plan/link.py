@@ -59,6 +59,7 @@ def link_traffic(
     parameters: Placement,
     gradient_dtype: Literal["parameter", "float32"],
     micro_steps: int,
+    kept_forward_bytes: int = 0,
     kept_backward_bytes: int = 0,
     adds_on_device: bool = True,
 ) -> LinkTraffic:
@@ -70,7 +71,8 @@ def link_traffic(
             pass copies what it uses.
         gradient_dtype: In which gradients accumulate.
         micro_steps: Forward and backward passes in the step.
-        kept_backward_bytes: Parameters still in a slot when a backward asks for them.
+        kept_forward_bytes: By how much a forward copies less than each unit once; negative: more.
+        kept_backward_bytes: The same of a backward, which finds some in their slots.
         adds_on_device: Whether a later micro-step's gradient is added to the sum on the device, as
             autograd does where its tensors are not the host's.
     """
@@ -80,7 +82,7 @@ def link_traffic(
     is_copied = parameters != "device"
     return LinkTraffic(
         micro_steps=micro_steps,
-        forward_in_bytes=model.parameter_bytes if is_copied else 0,
+        forward_in_bytes=model.parameter_bytes - kept_forward_bytes if is_copied else 0,
         backward_in_bytes=model.parameter_bytes - kept_backward_bytes if is_copied else 0,
         update_in_bytes=0 if is_copied else model.trainable_parameter_bytes,
         gradient_bytes=gradients,

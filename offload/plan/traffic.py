@@ -157,7 +157,8 @@ def step_traffic(
         micro_steps: Forward and backward passes in the step.
         cached_state_bytes: H: whole records found in memory when their turn comes.
         kept_forward_bytes: Parameter bytes in a slot when each micro-step's forward asks for them,
-            since they stayed or came there from their update; 0 for micro-steps that are not given.
+            since they stayed or came there from their update, less what it reads again; 0 for
+            micro-steps that are not given.
         kept_backward_bytes: The same for each backward.
         spilled_gradient_bytes: Gradients that are written in each micro-step, and read back by the
             next one and by the update.
@@ -168,8 +169,8 @@ def step_traffic(
     return StepTraffic(
         micro_steps=tuple(
             MicroStepTraffic(
-                forward_read_bytes=max(streamed - kept_forward, 0),
-                backward_read_bytes=max(streamed - kept_backward, 0),
+                forward_read_bytes=max(streamed - kept_forward, 0) if on_storage else 0,
+                backward_read_bytes=max(streamed - kept_backward, 0) if on_storage else 0,
                 gradient_read_bytes=spilled_gradient_bytes if number else 0,
                 gradient_write_bytes=spilled_gradient_bytes,
             )

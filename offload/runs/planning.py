@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from offload.config import Config
@@ -18,11 +19,10 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
-    bytes_of_units,
     cached_state_bytes,
-    kept_for_backward,
     step_traffic,
 )
+from offload.plan.uses import Reads, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
 from offload.runs.loss_contract import require_contract
 from offload.runs.model import build_meta_model
@@ -33,6 +33,7 @@ from offload.runs.planned_storage import (
     storage_warnings,
 )
 from offload.runs.planned_units import arrange_run
+from offload.runs.rehearsal import find_uses
 from offload.runs.savings import possible_savings
 from offload.runs.spilled import spilled_bytes
 from offload.sizes import parse_duration
@@ -71,9 +72,8 @@ def plan_run(
     arrangement = arrange_run(config, model, stored=stored)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
-    handed = _handed_over(config, arrangement)
-    kept = _kept(config, arrangement)
-    kept_bytes = bytes_of_units(layout, kept)
+    reads = _reads(config, model, arrangement)
+    handed = _handed_over(config, arrangement, reads)
     spilled = spilled_bytes(config)
     plan = RunPlan(
         layout=layout,
@@ -87,10 +87,10 @@ def plan_run(
             "offload": config.activations.offload if config.offload else "none",
         },
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host, kept=kept_bytes, handed_over=handed),
-        link=_plan_link(config, layout, kept=kept_bytes),
+        traffic=plan_traffic(config, layout, host, reads=reads, handed_over=handed),
+        link=_plan_link(config, layout, reads=reads),
         handed_over=handed,
-        kept=kept,
+        kept=frozenset(u.name for i, u in enumerate(layout.units) if not reads.backward[i]),
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,
@@ -150,7 +150,7 @@ def plan_traffic(
     layout: ModelLayout,
     host: HostPlan | None,
     *,
-    kept: int = 0,
+    reads: Reads,
     handed_over: Collection[str] = (),
 ) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
@@ -159,9 +159,11 @@ def plan_traffic(
         config: Of the run.
         layout: Of the model.
         host: How the host budget is cut; None where everything is in memory.
-        kept: Parameter bytes that a backward does not read.
+        reads: How often the passes of a micro-step read each unit.
         handed_over: Names of the subgroups that the first forward does not read.
     """
+    kept_bytes = reads.kept_forward_bytes(layout)
+    later = [kept_bytes] * (config.train.micro_steps - 1)
     return step_traffic(
         ModelBytes.of(layout),
         parameters=config.parameter_tier,
@@ -170,8 +172,8 @@ def plan_traffic(
         cached_state_bytes=(
             0 if host is None else cached_state_bytes(layout, config.policy.order, host.num_cached)
         ),
-        kept_forward_bytes=[handed_over_bytes(layout, handed_over)],
-        kept_backward_bytes=[kept] * config.train.micro_steps,
+        kept_forward_bytes=[kept_bytes + handed_over_bytes(layout, handed_over), *later],
+        kept_backward_bytes=[reads.kept_backward_bytes(layout)] * config.train.micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
 
@@ -180,15 +182,15 @@ def _has_device_memory(config: Config) -> bool:
     return config.offload and config.tiers.device.kind != "cpu"
 
 
-def _kept(config: Config, arrangement: Arrangement) -> frozenset[str]:
-    """Returns the units that stay for backward, or that backward does not ask for."""
-    discovered, layout = arrangement.discovered, arrangement.layout
-    num_free = _num_free_slots(config, arrangement)
-    lookups = (layout.units[index].name for index in discovered.lookup_units())
-    return kept_for_backward(layout, num_free, tiled=discovered.wide_names).union(lookups)
+def _reads(config: Config, model: nn.Module, arrangement: Arrangement) -> Reads:
+    """Returns how often the passes of a micro-step read each unit."""
+    discovered, shape = arrangement.discovered, (config.train.batch, config.model.context)
+    tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+    uses = find_uses(model, discovered, tokens)
+    return reads_of(uses, _num_free_slots(config, arrangement), tiled=discovered.wide)
 
 
-def _handed_over(config: Config, arrangement: Arrangement) -> frozenset[str]:
+def _handed_over(config: Config, arrangement: Arrangement, reads: Reads) -> frozenset[str]:
     """Returns the subgroups that go from their update into a slot."""
     policy, host, layout = config.policy, arrangement.host, arrangement.layout
     if not config.offload or policy.parameters != "storage":
@@ -200,7 +202,9 @@ def _handed_over(config: Config, arrangement: Arrangement) -> frozenset[str]:
         # Where the device has memory of its own they come through the slots in the host's.
         min(_num_free_slots(config, arrangement), host.num_slots),
         records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
-        tiled=arrangement.discovered.wide_names,
+        tiled=arrangement.discovered.wide_names.union(
+            unit.name for index, unit in enumerate(layout.units) if not reads.forward[index]
+        ),
         is_finished_at_once=1 in (config.tiers.storage.commit_every, config.checkpoint.save_every),
     )
 
@@ -240,7 +244,7 @@ def _forecast_commits(
     )
 
 
-def _plan_link(config: Config, layout: ModelLayout, *, kept: int) -> LinkTraffic | None:
+def _plan_link(config: Config, layout: ModelLayout, *, reads: Reads) -> LinkTraffic | None:
     if config.tiers.device.kind == "cpu":
         return None
     return link_traffic(
@@ -248,7 +252,8 @@ def _plan_link(config: Config, layout: ModelLayout, *, kept: int) -> LinkTraffic
         parameters=config.parameter_tier,
         gradient_dtype=config.train.gradient_dtype,
         micro_steps=config.train.micro_steps,
-        kept_backward_bytes=kept,
+        kept_forward_bytes=reads.kept_forward_bytes(layout),
+        kept_backward_bytes=reads.kept_backward_bytes(layout),
         adds_on_device=config.tiers.device.kind == "cuda",
     )
 

@@ -49,16 +49,6 @@ class DiscoveredModel:
     needs: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
     """For the module of each unit: every unit that a call of it uses, tied ones included."""
 
-    def lookup_units(self) -> set[int]:
-        """Returns the units that only embeddings use: backward asks for none of their weights."""
-        used_otherwise = {
-            index
-            for module, units in self.owners.items()
-            if not isinstance(module, nn.Embedding)
-            for index in units
-        }
-        return set(range(len(self.units))) - used_otherwise
-
     @property
     def wide(self) -> frozenset[int]:
         """The units that no call holds as a whole."""

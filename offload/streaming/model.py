@@ -107,7 +107,7 @@ class StreamedModel:
                 pop_saved_tensor_hooks()
             self._depth = depth
             for index in held:
-                self.residency.release_hold(index, evict=is_unit and not in_backward)
+                self.residency.release_hold(index, evict=not in_backward)
             if is_outermost:
                 self.residency.end_pass()
             if (is_unit or is_outermost) and not in_backward and torch.is_grad_enabled():

@@ -205,6 +205,21 @@ def test_what_torch_saves_and_loads_is_taken_too(tmp_path):
         assert options_of(optimizer) == saved
 
 
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "Muon", "SGD"])
+def test_options_of_every_optimizer_come_back_from_json(tmp_path, name):
+    with open_session(tmp_path, optimizer=name.lower()) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = getattr(session, name)(model.parameters())
+        saved = optimizer.state_dict()
+        optimizer.param_groups[0]["lr"] = 0.5
+
+        optimizer.load_state_dict(json.loads(json.dumps(saved)))
+
+        assert optimizer.state_dict() == saved
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+
 def test_options_of_another_step_or_with_state_are_refused(tmp_path):
     with open_session(tmp_path) as session:
         model, optimizer = in_session(session)

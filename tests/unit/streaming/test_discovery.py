@@ -133,17 +133,6 @@ def test_facts_say_shape_dtype_and_trainability():
     assert (bias.shape, bias.dtype, bias.is_trainable) == ((5,), "bfloat16", False)
 
 
-def test_units_that_only_embeddings_use_are_told():
-    model = Tree(tokens=nn.Embedding(8, 4), positions=nn.Embedding(8, 4), head=nn.Linear(4, 8))
-
-    untied = discover_units(model).lookup_units()
-    model.head.weight = model.tokens.weight
-    tied = discover_units(model).lookup_units()
-
-    assert untied == {0, 1}
-    assert tied == {1}
-
-
 def test_every_parameter_is_in_exactly_one_unit():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     model.extra = nn.Parameter(torch.ones(1))

@@ -1,0 +1,66 @@
+"""Bytes of a step are those of the formula, however often its passes use a unit."""
+
+import argparse
+import json
+
+import pytest
+
+from offload.config import build_config
+from offload.runs.planning import plan_run
+
+MODELS = {
+    "none": [
+        *["TiedAtBothEnds", "Untied", "TiedInCode", "EncoderAndDecoder", "UsedTwice"],
+        *["UsedBackwards", "NeedsValues"],
+    ],
+    # Which takes units in the order in which they lie in the store.
+    "forward": ["TiedAtBothEnds", "Untied", "EncoderAndDecoder"],
+}
+SLOTS = [("13MiB", 2), ("24MiB", 1)]  # 2 slots and two micro-steps, or 5 and one
+CASES = [
+    (overlap, name, memory, micro_steps)
+    for overlap, names in MODELS.items()
+    for name in names
+    for memory, micro_steps in SLOTS
+    # What backward uses twice stays or not by how far ahead units are fetched.
+    if (name, memory) != ("UsedTwice", "24MiB")
+]
+
+
+def run_of(name, *, memory, micro_steps, overlap):
+    return build_config(
+        {
+            "model": {"factory": f"parity.factories:{name}", "width": 256, "depth": 6},
+            "data": {"source": "files", "files": [argparse.__file__]},
+            "train": {"steps": 4, "batch": 1, "micro_steps": micro_steps},
+            "policy": {
+                "parameters": "storage", "optimizer": "storage", "overlap": overlap,
+                "order": "resident" if overlap == "forward" else "sequential",
+            },
+            "tiers": {"host": {"memory": memory, "window": "2MiB"}},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("overlap", "name", "memory", "micro_steps"), CASES)
+def test_a_step_reads_what_the_formula_says(
+    tmp_path, monkeypatch, train, name, memory, micro_steps, overlap
+):
+    monkeypatch.chdir(tmp_path)
+    config = run_of(name, memory=memory, micro_steps=micro_steps, overlap=overlap)
+
+    found = train(config, run_dir=tmp_path / "run", validates=False)
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["read_bytes"] for line in lines][2:]  # the first have no trace
+    assert max(steps) == min(steps)
+    assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+def test_a_model_without_values_is_taken_in_the_order_of_its_modules():
+    plans = [
+        plan_run(run_of(name, memory="18MiB", micro_steps=1, overlap="none"))
+        for name in ("TiedAtBothEnds", "NeedsValues")
+    ]
+
+    assert plans[0].traffic == plans[1].traffic
