@@ -170,7 +170,7 @@ class BlockStore:
     def close(self) -> None:
         """Waits for transfers in flight and gives the store up; may be called again.
 
-        What no commit published is lost. Of a store in which nothing was ever written nothing stays.
+        What no commit published is lost. Of a store that nothing was written to nothing stays.
         """
         parts, self._parts = self._parts, None
         made, self._made = self._made, None
