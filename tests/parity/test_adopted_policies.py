@@ -1,5 +1,7 @@
 """Policies that the plan chose for a run: the same results, kept where the run goes on."""
 
+import re
+
 import pytest
 
 from offload.config import load_config
@@ -74,7 +76,10 @@ def test_a_run_that_goes_on_keeps_its_policy_while_that_fits(tmp_path, small_con
 
     go_on(config(3))
     kept, measured = adopted_by(tmp_path / "run"), list(notices)
-    last = go_on(config(4, memory="15MiB"))  # less than that needs
+    with pytest.raises(PlanError) as refused:
+        go_on(config(4, memory="1MiB"))
+    least = re.search(r"at least (\d+) bytes", str(refused.value))  # of any policy
+    last = go_on(config(4, memory=int(least[1])))
 
     assert kept == first
     assert first.parameters == "host"
