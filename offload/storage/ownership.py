@@ -73,10 +73,9 @@ class Ownership:
         """
         if self._fd >= 0:
             return
-        fd = _open(self._path, os.O_RDWR | os.O_CREAT)
         is_shared = is_on_network(self._path.parent)
+        fd, is_locked = self._lock_file()
         try:
-            is_locked = _lock(fd, self._path)
             previous = _read_record(fd)
             if is_shared and is_locked and previous is not None:
                 _require_silent(previous, self._path)
@@ -96,14 +95,29 @@ class Ownership:
             self._heartbeat.start()
         _forget_in_children(self)
 
-    def release(self) -> None:
-        """Gives the store up; the owner file stays and says so. May be called again."""
+    def _lock_file(self) -> tuple[int, bool]:
+        """Returns the owner file, and whether it is locked; one deleted meanwhile is made anew."""
+        while True:
+            fd = _open(self._path, os.O_RDWR | os.O_CREAT)
+            try:
+                is_locked = _lock(fd, self._path)
+            except BaseException:
+                os.close(fd)
+                raise
+            if not is_locked or os.fstat(fd).st_nlink:
+                return fd, is_locked
+            os.close(fd)
+
+    def release(self, *, deletes: bool = False) -> None:
+        """Gives the store up; may be called again. The owner file says so, if it stays."""
         if self._fd < 0:
             return
         self._heartbeat.stop()
         fd, self._fd, self.record = self._fd, -1, None
         try:
             _write_record(fd, None)
+            if deletes:  # while it is locked, so that nobody's lock goes with it
+                self._path.unlink(missing_ok=True)
             _unlock(fd)
         finally:
             os.close(fd)

@@ -46,8 +46,8 @@ class Ownerships:
             raise next(iter(refused.values()))
         return refused
 
-    def release(self) -> None:
-        """Gives all of them up; may be called again."""
+    def release(self, *, deletes: bool = False) -> None:
+        """Gives all of them up, and `deletes` their owner files; may be called again."""
         held, self._held = self._held, []
         for ownership in reversed(held):
-            ownership.release()
+            ownership.release(deletes=deletes)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from offload.errors import ConfigError, StorageError, StoreError
 from offload.policy import Striping, resolve_striping
 from offload.sizes import MIB, format_size
+from offload.storage.closing import close_parts
 from offload.storage.commits import CommitReport
 from offload.storage.data_file import data_file_name
 from offload.storage.engine import Priority
@@ -93,6 +94,8 @@ class BlockStore:
         self._state = StoreState.CLOSED
         self._ownerships = Ownerships()
         self._parts: StoreParts | None = None
+        self._made: list[Path] | None = None
+        """The directories that `create` made; None for a store that was opened."""
 
     @property
     def roots(self) -> list[Path]:
@@ -124,6 +127,7 @@ class BlockStore:
         """
         self._require(StoreState.CLOSED, what="create")
         roots = [config.root for config in self._configs]
+        made = [root for root in roots if not root.exists()]
         try:
             created_in = take_new_directories(roots, acquire=self._ownerships.acquire)
             self._start(self._configs, creates=range(len(roots)), store_id=uuid.uuid4().hex)
@@ -131,6 +135,7 @@ class BlockStore:
         except BaseException:
             self.close()
             raise
+        self._made = made
         self._state = StoreState.WRITABLE
 
     def open(self, *, read_only: bool = False) -> None:
@@ -165,17 +170,12 @@ class BlockStore:
     def close(self) -> None:
         """Waits for transfers in flight and gives the store up; may be called again.
 
-        What no commit published is lost.
+        What no commit published is lost. Of a store that nothing was written to nothing stays.
         """
         parts, self._parts = self._parts, None
+        made, self._made = self._made, None
         self._state = StoreState.CLOSED
-        try:
-            if parts is not None:
-                parts.transfers.wait_all()
-                for path in parts.paths:
-                    path.data.close()
-        finally:
-            self._ownerships.release()
+        close_parts(parts, self._ownerships, made=made)
 
     # Records.
 

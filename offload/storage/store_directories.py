@@ -49,6 +49,20 @@ def take_new_directories(
     return tuple(dict.fromkeys(created_in))
 
 
+def delete_unused(roots: Sequence[Path]) -> bool:
+    """Deletes the files of an owned store without commits, but its owner files.
+
+    Returns:
+        False where there is a commit, and nothing was deleted.
+    """
+    for files in map(ManifestFiles, roots):
+        if files.sequences() or files.checkpoint_names():
+            return False
+    for root in roots:
+        _delete_leftovers(root)
+    return True
+
+
 def _check_replaceable(root: Path) -> None:
     """Checks that nothing in `root` is worth keeping or another's."""
     try:

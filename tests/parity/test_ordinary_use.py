@@ -108,6 +108,15 @@ def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement
         assert (model.head.weight - replaced).abs().max() < 0.01
 
 
+def test_a_session_that_refuses_a_model_leaves_nothing(tmp_path):
+    session = offload.Session(host_memory="1KiB", paths=[tmp_path])
+
+    with pytest.raises(offload.PlanError), session:
+        session.wrap(torch.nn.Linear(256, 256))
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_parameters_that_share_memory_are_refused_by_name(tmp_path):
     model = nn.Module()
     values = torch.zeros(64)

@@ -11,6 +11,7 @@ from offload.errors import ConfigError, StoreError
 from offload.runs.cleaning import clean
 from offload.storage.engine import Engine
 from offload.storage.store import BlockStore
+from offload.testing.io_cases import aligned
 
 BLOCK = 4096
 
@@ -24,6 +25,7 @@ def engine():
 def make_store(root, engine, *, commit=True):
     store = BlockStore(root, engine=engine, block_bytes=BLOCK)
     store.create()
+    store.write("a", memoryview(aligned(BLOCK))).wait()
     if commit:
         store.commit({"step": 7})
         store.save("kept")

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from offload.errors import StoreError
+from offload.storage import ownership
 from offload.storage.ownership import OWNER_FILE, Ownership, current_process, live_owner
 
 HOLD = """
@@ -140,6 +141,22 @@ def test_without_locks_the_record_decides(tmp_path, caplog, change, is_refused):
         second.acquire()
         second.release()
     assert "has no locks" in caplog.text
+
+
+def test_a_file_that_its_owner_deletes_is_not_what_the_next_one_locks(tmp_path, monkeypatch):
+    first, second = Ownership(tmp_path), Ownership(tmp_path)
+    first.acquire()
+    lock = ownership._lock
+
+    def late(fd, path):  # between the next one's open and its lock
+        first.release(deletes=True)
+        return lock(fd, path)
+
+    monkeypatch.setattr(ownership, "_lock", late)
+    second.acquire()
+
+    assert live_owner(tmp_path) == second.record
+    second.release()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"owner":{"pid":1}}', b"\xff"])

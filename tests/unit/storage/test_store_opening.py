@@ -75,6 +75,31 @@ def test_create_refuses_a_store_with_a_commit(store):
         store.create()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_store_in_which_nothing_was_written_leaves_nothing(tmp_path, engine, is_there):
+    root = tmp_path / "store"
+    if is_there:
+        root.mkdir()
+    store = BlockStore(root, engine=engine)
+    store.create()
+
+    store.close()
+
+    assert list(tmp_path.rglob("*")) == ([root] if is_there else [])
+
+
+def test_a_store_without_a_record_keeps_its_commit(tmp_path, engine):
+    store = BlockStore(tmp_path / "store", engine=engine)
+    store.create()
+    store.commit({"step": 1})
+    store.close()
+
+    store.open()
+
+    assert store.head["step"] == 1
+    store.close()
+
+
 def test_create_refuses_a_file(tmp_path, engine):
     (tmp_path / "file").write_text("")
 
