@@ -51,7 +51,7 @@ def _rehearse(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> 
     watch = _Watch(discovered)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     saved = saved_tensors_hooks(lambda tensor: tensor.detach(), watch.unpack)
-    with torch.random.fork_rng(devices=[]), watch.calls_of(model):
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), watch.calls_of(model):
         with watch, saved:
             loss = model(tokens, tokens)
         forward, watch.uses = watch.uses, []
