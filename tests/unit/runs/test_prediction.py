@@ -227,6 +227,8 @@ def test_a_model_that_needs_values_has_no_times_but_bytes(text, monkeypatch, tmp
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.layer = torch.nn.Linear(8, 8).bfloat16()\n\n"
+        "    def forward(self, inputs, targets):\n"
+        "        return self.layer.weight.sum().item() * self.layer.bias.sum()\n\n"
         "def build():\n"
         "    return Net()\n"
     )
