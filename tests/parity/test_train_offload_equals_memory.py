@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from offload.runs.train import run_training
+
 pytestmark = pytest.mark.slow  # seconds in all; `make test` has others of their kind
 
 
@@ -48,11 +50,12 @@ def test_updates_under_backward_equal_those_in_memory_on_a_device_with_memory_of
 
 @pytest.mark.parametrize(("overlap", "is_rated"), [("none", True), ("forward", False)])
 def test_an_update_has_a_bound_to_go_by_where_it_runs_alone(
-    tmp_path, small_config, train, overlap, is_rated
+    tmp_path, small_config, monkeypatch, overlap, is_rated
 ):
+    monkeypatch.setattr("offload.runs.probe._MEASURE_S", 0.01)
     changes = {"train__steps": 6, "policy__overlap": overlap}
 
-    result = train(small_config(**changes), run_dir=tmp_path / "run")
+    result = run_training(small_config(**changes), run_dir=tmp_path / "run")
 
     assert (result.update_achieved_over_bound is not None) == is_rated
     assert result.achieved_over_bound is not None
