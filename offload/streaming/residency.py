@@ -23,6 +23,7 @@ from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
+from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.trace import Access, AccessTrace
 from offload.streaming.unit import (
     CopyState,
@@ -36,21 +37,6 @@ from offload.streaming.unit import (
 )
 
 logger = logging.getLogger("offload.streaming")
-
-
-@dataclass(slots=True, kw_only=True)
-class ResidencyCounters:
-    """Counts since the beginning."""
-
-    accesses: int = 0
-    """Accesses to units that had to be fetched."""
-    prefetch_hits: int = 0
-    """Those whose fetch was complete when asked."""
-    prefetches: int = 0
-    updated_in_place: int = 0
-    """Units that were asked for and came from their update into their slot: nothing was fetched."""
-    evictions: int = 0
-    io_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
