@@ -8,6 +8,7 @@ from pathlib import Path
 from offload.bench.update_baselines import RULES
 from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
 from offload.errors import PlanError
+from offload.memory import usable_memory
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.storage import StoragePath, usable_bytes
 from offload.policy import resolve_order
@@ -70,6 +71,12 @@ def check_room(options: UpdateOptions) -> None:
             f"({format_size(need.memory_bytes)}) of `--host-memory`, found "
             f"{options.host_memory_bytes} bytes ({format_size(options.host_memory_bytes)}); raise "
             f"it to `{-(-need.memory_bytes // MIB)}MiB` or lower `--parameters`"
+        )
+    usable = usable_memory()
+    if options.host_memory_bytes > usable.num_bytes:
+        raise PlanError(
+            f"{what}: expected `--host-memory` of no more than {usable.describe()}, found "
+            f"{format_size(options.host_memory_bytes)}; lower it well below that"
         )
     free = usable_bytes(_storage_paths(options.paths))
     if need.storage_bytes > free:

@@ -9,6 +9,7 @@ from torch import nn
 
 from offload.config import Config
 from offload.layout import ModelLayout
+from offload.memory import usable_memory
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
 from offload.plan.link import LinkTraffic, link_traffic
@@ -74,7 +75,7 @@ def plan_run(
     host = arrangement.host if config.offload else None
     reads = _reads(config, model, arrangement)
     handed = _handed_over(config, arrangement, reads)
-    spilled = spilled_bytes(config)
+    spilled, memory = spilled_bytes(config), usable_memory()
     plan = RunPlan(
         layout=layout,
         host=host,
@@ -100,7 +101,10 @@ def plan_run(
         else (
             *storage_warnings(config, directories, spilled),
             *filter(None, [too_small_window(window, host.buffer_bytes)]),
+            *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
         ),
+        memory=memory,
+        is_bounded=config.tiers.host.memory is not None,
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
         drains=config.checkpoint.drain is not None,

@@ -5,9 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import offload
 from offload.config import load_config
 from offload.errors import ConfigError, PlanError, StoreError
+from offload.plan.usable_memory import UsableMemory
 from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
 from offload.runs.train import run_training
@@ -234,3 +237,33 @@ def test_a_budget_too_small_for_the_records_of_a_store_says_what_a_new_run_needs
     assert resumed.smallest_anew_bytes == smallest
     with pytest.raises(PlanError, match=r"the store keeps the layout .* a run that begins anew"):
         resumed.require_fit()
+
+
+def test_a_plan_that_takes_more_memory_than_there_is_is_refused(tmp_path, monkeypatch):
+    usable = UsableMemory(machine_bytes=3 << 20)
+    monkeypatch.setattr("offload.runs.planning.usable_memory", lambda: usable)
+
+    for change in ('tiers.host.memory="8MiB"', "offload=false"):
+        assert_refused(tmp_path, PlanError, "more memory than there is.* 3 MiB of this", change)
+        assert plan_run(config(change)).to_json()["fits"] is False
+
+
+def test_a_budget_of_more_memory_than_there_is_is_warned_of(tmp_path, caplog):
+    plan = plan_run(config('tiers.host.memory="900TiB"'))
+
+    assert plan.fits
+    [warning] = [each for each in plan.warnings if "tiers.host.memory" in each]
+    assert "900 TiB is more than the" in warning
+    assert not any("tiers.host.memory" in each for each in plan_run(config()).warnings)
+
+
+def test_a_session_refuses_a_model_that_takes_more_memory_than_there_is(tmp_path, monkeypatch):
+    usable = UsableMemory(machine_bytes=3 << 20)
+    monkeypatch.setattr("offload.streaming.arrangement.usable_memory", lambda: usable)
+    model = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(8)])
+
+    with (
+        offload.Session(host_memory="16MiB", store=tmp_path / "store") as session,
+        pytest.raises(PlanError, match="more memory than there is"),
+    ):
+        session.wrap(model)
