@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
-from torch import nn
 
 from offload.config import Config
 from offload.layout import ModelLayout
@@ -13,7 +12,7 @@ from offload.plan.explanation import Saving
 from offload.plan.run_plan import RunPlan
 from offload.runs.planned_storage import plan_storage
 from offload.runs.planned_units import arrange_run
-from offload.runs.spilled import spilled_bytes
+from offload.runs.rehearsal import RehearsedModel
 from offload.streaming.arrangement import Arrangement
 
 
@@ -81,7 +80,7 @@ _CHANGES = (
 
 def possible_savings(
     config: Config,
-    model: nn.Module,
+    model: RehearsedModel,
     plan: RunPlan,
     *,
     stored: ModelLayout | None,
@@ -91,7 +90,7 @@ def possible_savings(
 
     Args:
         config: Of the run.
-        model: Without values.
+        model: Of the run.
         plan: Of the run as it is.
         stored: The layout of the store that is gone on with.
         stores: Where the store goes on each path.
@@ -103,8 +102,9 @@ def possible_savings(
         changed = config
         for key, value in values.items():
             changed = _with(changed, key, value)
-        arranged = arrange_run(changed, model, stored=stored)
-        smaller_bytes = _smallest_bytes(changed, arranged, change.tier, stores)
+        arranged = arrange_run(changed, model.module, stored=stored)
+        spilled = model.spilled_bytes(changed) or 0
+        smaller_bytes = _smallest_bytes(changed, arranged, change.tier, stores, spilled)
         if smaller_bytes < (plan.smallest_bytes[change.tier] or 0):
             settings = (f"{key} = {_written(value)}" for key, value in values.items())
             yield Saving(
@@ -116,10 +116,9 @@ def possible_savings(
 
 
 def _smallest_bytes(
-    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path]
+    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path], spilled: int
 ) -> int:
     if tier == "storage":
-        spilled = spilled_bytes(config) or 0
         storage = plan_storage(config, arranged.layout, arranged.host, stores, spilled)
         return storage.planned_bytes
     return arranged.device.smallest_bytes if tier == "device" else arranged.host.smallest_bytes
