@@ -72,12 +72,6 @@ def check_room(options: UpdateOptions) -> None:
             f"{options.host_memory_bytes} bytes ({format_size(options.host_memory_bytes)}); raise "
             f"it to `{-(-need.memory_bytes // MIB)}MiB` or lower `--parameters`"
         )
-    usable = usable_memory()
-    if options.host_memory_bytes > usable.num_bytes:
-        raise PlanError(
-            f"{what}: expected `--host-memory` of no more than {usable.describe()}, found "
-            f"{format_size(options.host_memory_bytes)}; lower it well below that"
-        )
     free = usable_bytes(_storage_paths(options.paths))
     if need.storage_bytes > free:
         raise PlanError(
@@ -85,6 +79,12 @@ def check_room(options: UpdateOptions) -> None:
             f"({format_size(need.storage_bytes)}) for their state on storage, found {free} bytes "
             f"({format_size(free)}) free but for a margin; name more `--path` or lower "
             "`--parameters`"
+        )
+    usable = usable_memory()
+    if options.host_memory_bytes > usable.num_bytes:
+        raise PlanError(
+            f"{what}: expected `--host-memory` of no more than {usable.describe()}, found "
+            f"{format_size(options.host_memory_bytes)}; lower it well below that"
         )
 
 
