@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
-from torch import nn
 
 from offload.config import Config
 from offload.errors import ConfigError
@@ -14,7 +13,7 @@ from offload.plan.explanation import Saving
 from offload.plan.run_plan import RunPlan
 from offload.runs.planned_storage import plan_storage
 from offload.runs.planned_units import arrange_run
-from offload.runs.spilled import spilled_bytes
+from offload.runs.rehearsal import RehearsedModel
 from offload.streaming.arrangement import Arrangement
 
 
@@ -82,7 +81,7 @@ _CHANGES = (
 
 def possible_savings(
     config: Config,
-    model: nn.Module,
+    model: RehearsedModel,
     plan: RunPlan,
     *,
     stored: ModelLayout | None,
@@ -94,7 +93,7 @@ def possible_savings(
 
     Args:
         config: Of the run.
-        model: Without values.
+        model: Of the run.
         plan: Of the run as it is.
         stored: The layout of the store that is gone on with.
         stores: Where the store goes on each path.
@@ -102,10 +101,11 @@ def possible_savings(
 
     def smallest_bytes(config: Config, tier: str) -> int | None:
         try:
-            arranged = arrange_run(config, model, stored=stored)
+            arranged = arrange_run(config, model.module, stored=stored)
         except ConfigError:  # a combination that is refused saves nothing
             return None
-        return _smallest_bytes(config, arranged, tier, stores)
+        spilled = model.spilled_bytes(config) or 0
+        return _smallest_bytes(config, arranged, tier, stores, spilled)
 
     for tier in plan.short_tiers:
         begun = _Changed(config=config, smallest_bytes=plan.smallest_bytes[tier] or 0)
@@ -158,10 +158,9 @@ class _Changed:
 
 
 def _smallest_bytes(
-    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path]
+    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path], spilled: int
 ) -> int:
     if tier == "storage":
-        spilled = spilled_bytes(config) or 0
         storage = plan_storage(config, arranged.layout, arranged.host, stores, spilled)
         return storage.planned_bytes
     return arranged.device.smallest_bytes if tier == "device" else arranged.host.smallest_bytes

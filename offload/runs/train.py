@@ -14,6 +14,7 @@ from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.planning import plan_run
 from offload.runs.refinement import refine_profile
+from offload.runs.rehearsal import RehearsedModel
 from offload.runs.restore import copy_in
 from offload.runs.result import TrainResult
 from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
@@ -55,10 +56,7 @@ def run_training(
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
     _require_unowned(directory)
-    stored = _stored_layout(directory)
-    config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
-    plan = plan_run(config, stores=directory.stores, stored=stored)
-    plan.require_fit()
+    config, plan = _settle(config, directory, on_notice=on_notice)
     text = _open_text(config)
     warm_up(config)
     _require_unowned(directory)  # another may have begun while this one was planned
@@ -75,6 +73,17 @@ def run_training(
         progress=progress,
         validates=validates,
     )
+
+
+def _settle(
+    config: Config, directory: RunDirectory, *, on_notice: OnNotice
+) -> tuple[Config, RunPlan]:
+    """Returns the run with a value for every key of its policy, and its plan, which fits."""
+    stored, model = _stored_layout(directory), RehearsedModel.of(config)
+    config = settle_policy(config, directory, stored=stored, on_notice=on_notice, model=model)
+    plan = plan_run(config, stores=directory.stores, stored=stored, model=model)
+    plan.require_fit()
+    return config, plan
 
 
 def _carry_out(
