@@ -143,6 +143,15 @@ class RunPlan:
         }
 
     @property
+    def budget_bytes(self) -> dict[str, int]:
+        """What there is of each tier; 0 of one that is not budgeted."""
+        return {
+            "host": self.host.budget_bytes if self.host else 0,
+            "device": (self.device.budget_bytes if self.device else 0) or 0,
+            "storage": self.storage.budget_bytes if self.storage else 0,
+        }
+
+    @property
     def short_tiers(self) -> list[str]:
         """The tiers that are too small for the run."""
         storage = self.storage
