@@ -83,16 +83,7 @@ class Updates(Protocol):
 
 def check_options(options: UpdateOptions) -> None:
     """Raises ConfigError for an option that is wrong."""
-    if not options.paths:
-        raise ConfigError(
-            "cannot measure updates: expected at least one `--path`, found none; name a directory"
-        )
-    for path in options.paths:
-        if not path.is_dir():
-            raise ConfigError(
-                f"cannot measure updates on `{path}`: expected a directory, found "
-                f"{'a file' if path.exists() else 'nothing'}; make it or correct `--path`"
-            )
+    _check_paths(options.paths)
     for name in ("parameters", "steps"):
         if getattr(options, name) < 1:
             raise ConfigError(
@@ -133,6 +124,24 @@ def check_options(options: UpdateOptions) -> None:
     resolve_striping(options.striping)
     _check_overlap(options)
     _check_ratio(options)
+
+
+def _check_paths(paths: Sequence[Path]) -> None:
+    if not paths:
+        raise ConfigError(
+            "cannot measure updates: expected at least one `--path`, found none; name a directory"
+        )
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"cannot measure updates on `{path}`: expected a directory, found "
+                f"{'a file' if path.exists() else 'nothing'}; make it or correct `--path`"
+            )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(
+            "cannot measure updates: expected each `--path` once, found "
+            f"{', '.join(f'`{path}`' for path in paths)}; leave out what is there twice"
+        )
 
 
 def _check_ratio(options: UpdateOptions) -> None:

@@ -19,7 +19,7 @@ BLOCK_BYTES = MIB
 
 
 def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
-    """Raises ConfigError unless every path is a directory where a store can be written."""
+    """Raises ConfigError unless stores, and copies of checkpoints, can be written where they go."""
     for path in config.tiers.storage.paths:
         if not Path(path).is_dir():
             raise ConfigError(
@@ -27,7 +27,7 @@ def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
             )
     directories = existing_directories(config, stores)
-    writable = [d.is_dir() and os.access(d, os.W_OK | os.X_OK) for d in directories]
+    writable = [_is_writable(directory) for directory in directories]
     for index, directory in enumerate(directories):
         # A store that is gone on with leaves out what cannot be written any more.
         is_part_of_store = bool(stores) and directory == stores[index] and any(writable)
@@ -37,6 +37,17 @@ def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
                 "that is read-only or belongs to another user, or a file; choose another "
                 "`--run-dir` or `tiers.storage.paths`"
             )
+    drain = config.checkpoint.drain
+    if drain is not None and not _is_writable(existing_directory(Path(drain))):
+        raise ConfigError(
+            f"cannot copy checkpoints to `checkpoint.drain` `{drain}`: expected a directory that "
+            "can be made or written, found one that is read-only or belongs to another user, or a "
+            "file; choose another, or leave it out"
+        )
+
+
+def _is_writable(directory: Path) -> bool:
+    return directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)
 
 
 def plan_storage(

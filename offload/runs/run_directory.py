@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class RunDirectory:
     def store(self) -> Path:
         """The store's directory on the first path."""
         return self.stores[0]
+
+    @property
+    def resume_options(self) -> str:
+        """What goes on with the run, as a shell takes it."""
+        return f"--run-dir {shlex.quote(str(self.path))} --resume auto"
 
     @property
     def metrics(self) -> Path:

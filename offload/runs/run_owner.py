@@ -1,15 +1,15 @@
 """Owning a run directory, so that two runs that start at once do not write into each other's."""
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from offload.config import Config
-from offload.errors import StorageError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 from offload.runs.run_directory import Resume, RunDirectory, resolve_run_directory
 from offload.storage.ownership import RUN_OWNER_FILE, Ownership
 
 
-@contextmanager
+@contextlib.contextmanager
 def owning(
     config: Config, directory: RunDirectory, *, is_named: bool, resume: Resume
 ) -> Iterator[RunDirectory]:
@@ -23,12 +23,18 @@ def owning(
 
     Raises:
         StoreError: Another process has it, or had it since it was resolved.
-        ConfigError: Another run has begun in it.
-        StorageError: It can't be made.
+        ConfigError: Another run has begun in it, or nothing can be written there.
     """
+    was_there = directory.path.is_dir()
     directory = _made(config, directory, is_named=is_named)
     ownership = Ownership(directory.path, file=RUN_OWNER_FILE)
-    ownership.acquire()
+    try:
+        ownership.acquire()
+    except StorageError as error:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                directory.path.rmdir()
+        raise ConfigError(str(error)) from error
     try:
         found = resolve_run_directory(config, run_dir=directory.path, resume=resume)
         if found != directory:
@@ -56,9 +62,8 @@ def _made(config: Config, directory: RunDirectory, *, is_named: bool) -> RunDire
             return directory
 
 
-def _cannot_make(directory: RunDirectory, error: OSError) -> StorageError:
-    return StorageError(
+def _cannot_make(directory: RunDirectory, error: OSError) -> ConfigError:
+    return ConfigError(
         f"cannot make run directory `{directory.path}`: expected to write there, found "
-        f"{error.strerror or error}; choose another `--run-dir`",
-        errno=error.errno,
+        f"{error.strerror or error}; choose another `--run-dir`"
     )

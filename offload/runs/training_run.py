@@ -225,7 +225,7 @@ class TrainingRun:
 
     def _what_is_left(self) -> str:
         """Returns where a run goes on that an error ended, and which steps it does not keep."""
-        resume = f"`--run-dir {self._directory.path} --resume auto`"
+        resume = f"`{self._directory.resume_options}`"
         if not self._committed:
             lost = f"; {self._updated} steps were not committed" if self._updated else ""
             return f"and start anew with {resume}{lost}"
@@ -295,7 +295,7 @@ class TrainingRun:
             signal_name,
             done,
             self._config.train.steps,
-            f"committed: go on with `--run-dir {self._directory.path} --resume auto`"
+            f"committed: go on with `{self._directory.resume_options}`"
             if self._commits
             else "nothing was committed",
         )

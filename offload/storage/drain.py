@@ -123,13 +123,14 @@ class Drain:
                 self._current = self._queue.popleft()
             try:
                 self._drain(self._current)
-            except OffloadError as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits would wait for ever
                 self.failures.append(f"checkpoint `{self._current}`: {error}")
                 _log.warning(
                     "checkpoint `%s` could not be copied to `%s`: %s; training goes on",
                     self._current,
                     self._target,
                     error,
+                    exc_info=not isinstance(error, OffloadError | OSError),
                 )
             with self._changed:
                 self._current = None

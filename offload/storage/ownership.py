@@ -90,15 +90,30 @@ class Ownership:
                     self._path.parent,
                     previous.describe(),
                 )
-            self.record = current_process()
-            _write_record(fd, self.record)
+            record = current_process()
+            self._claim(fd, record)
         except BaseException:
             os.close(fd)
             raise
+        self.record = record
         self._fd = fd
         if is_shared or not is_locked:
             self._heartbeat.start()
         _forget_in_children(self)
+
+    def _claim(self, fd: int, record: OwnerRecord) -> None:
+        """Writes the record; a file that was made for it and has no room for it goes again."""
+        is_new = os.fstat(fd).st_size == 0
+        try:
+            _write_record(fd, record)
+        except OSError as error:
+            if is_new:
+                self._path.unlink(missing_ok=True)
+            raise StorageError(
+                f"cannot own {_kind_of(self._path)} `{self._path.parent}`: expected room for the "
+                f"owner's record, found {error.strerror}; free some, or use another directory",
+                errno=error.errno,
+            ) from error
 
     def _lock_file(self) -> tuple[int, bool]:
         """Returns the owner file, and whether it is locked; one deleted meanwhile is made anew."""
@@ -302,8 +317,9 @@ def _read_record(fd: int) -> OwnerRecord | None:
 
 def _write_record(fd: int, record: OwnerRecord | None) -> None:
     fields = {"format": _FORMAT, "owner": asdict(record) if record else None}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(fields).encode() + b"\n", 0)
+    content = json.dumps(fields).encode() + b"\n"
+    os.pwrite(fd, content, 0)  # first, as a full file system may not give back what is cut off
+    os.ftruncate(fd, len(content))
 
 
 _held: "weakref.WeakSet[Ownership]" = weakref.WeakSet()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError, StorageError, StoreError
 from offload.storage.data_file import is_data_file_name
 from offload.storage.manifest_files import ManifestFiles, is_checkpoint_file, is_manifest_name
 from offload.storage.ownership import OWNER_FILE, require_unowned
@@ -36,6 +36,7 @@ def take_new_directories(
 
     Raises:
         StoreError: Something else is there.
+        StorageError: They can't be made.
     """
     for root in roots:
         _check_replaceable(root)
@@ -111,12 +112,23 @@ def _delete_leftovers(root: Path) -> None:
 
 
 def _make_directories(root: Path) -> tuple[Path, ...]:
-    """Makes `root` and what is missing above it; returns the directories made anew in."""
+    """Makes `root` and what is missing above it; returns the directories made anew in.
+
+    Raises:
+        StorageError: One can't be made.
+    """
     missing = []
     at = root.absolute()
     while not at.exists():
         missing.append(at)
         at = at.parent
     for directory in reversed(missing):
-        directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot create store `{root}`: expected to make `{directory}`, found "
+                f"{error.strerror}; name a directory in which you may write",
+                errno=error.errno,
+            ) from error
     return tuple(directory.parent for directory in missing)

@@ -367,6 +367,8 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
         reads_values: Whether to look for writes that left a parameter its placeholder.
     """
     absent = [b for b in bindings if b.num_bytes]
+    for binding in absent:
+        _require_same_kind(binding)
     written = [b.name for b in absent if b.parameter.data_ptr() != b.placeholder.data_ptr()]
     if reads_values:
         written += find_written({b.name: b.placeholder for b in absent})
@@ -376,6 +378,18 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
             "was not in memory, found a write through `parameters()` or a kept reference; "
             "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
             "under `torch.no_grad()`"
+        )
+
+
+def _require_same_kind(binding: Binding) -> None:
+    """Raises StoreError if the model was cast or moved: what was done to it was a placeholder."""
+    found, made = binding.parameter, binding.placeholder
+    if found.dtype != made.dtype or found.device != made.device:
+        raise StoreError(
+            f"cannot fetch parameter `{binding.name}`: expected it in {made.dtype} on "
+            f"`{made.device}` as it was when the model was wrapped, found {found.dtype} on "
+            f"`{found.device}`, as after `model.to(...)`; cast or move a model before `wrap`, or "
+            "cast what `model.state_dict()` returns"
         )
 
 

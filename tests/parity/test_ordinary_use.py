@@ -7,6 +7,7 @@ from parity.oracle import same_bits
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
 
@@ -142,6 +143,36 @@ def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
 
         for _ in range(2):
             with pytest.raises(offload.StoreError, match="while it was not in memory"):
+                loss_of(model, 0)
+
+
+def test_a_moving_average_of_what_state_dict_returns_is_that_of_a_plain_model(tmp_path):
+    averages = []
+    for in_memory in (False, True):
+        with open_session(tmp_path / f"{in_memory}", offload=not in_memory) as session:
+            average = AveragedModel(build(SmallGPT), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            now, model = build(SmallGPT), session.wrap(build(SmallGPT))
+            optimizer = session.AdamW(model.parameters(), lr=1e-2)
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                now.load_state_dict(model.state_dict())
+                average.update_parameters(model if in_memory else now)
+            averages.append(average.module.state_dict())
+
+    assert not any(values.isnan().any() for values in averages[0].values())
+    assert all(same_bits(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.float64)])
+def test_a_cast_of_a_wrapped_model_is_refused_with_both_dtypes(tmp_path, cast):
+    with open_session(tmp_path) as session:
+        model = session.wrap(build(SmallGPT))
+        cast(model)
+
+        for _ in range(2):
+            with pytest.raises(offload.StoreError, match=r"expected it in .* before `wrap`"):
                 loss_of(model, 0)
 
 

@@ -247,6 +247,7 @@ def test_commits_are_timed(tmp_path):
         ({"compute_s": float("nan")}, "`--compute-s` nan"),
         ({"compute_s": float("inf")}, "`--compute-s` inf"),
         ({"commit_every": -1}, "`--commit-every` -1"),
+        ({"paths": [Path(), Path().absolute()]}, "each `--path` once"),
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
         ({"striping": "modulo:2:1"}, "`--striping` modulo:2:1.*each of 1 `--path`, found 2"),

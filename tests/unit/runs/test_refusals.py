@@ -299,6 +299,15 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_refused(tmp_path, monkey
         assert plan_run(config(change)).to_json()["fits"] is False
 
 
+def test_a_drain_that_cannot_be_written_is_refused(tmp_path):
+    assert_refused(
+        tmp_path, ConfigError, "cannot copy checkpoints to", "checkpoint.drain=/proc/1/x"
+    )
+    file = tmp_path / "file"
+    file.touch()
+    assert_refused(tmp_path, ConfigError, "or a file; choose", f"checkpoint.drain={file}/x")
+
+
 def test_a_budget_of_more_memory_than_there_is_is_warned_of(tmp_path, caplog):
     plan = plan_run(config('tiers.host.memory="900TiB"'))
 

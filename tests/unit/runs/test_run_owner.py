@@ -1,6 +1,7 @@
 """Two runs that start at once in one run directory."""
 
 import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -66,6 +67,24 @@ def test_a_run_that_was_done_while_another_was_planned_is_not_replaced(
         run_training(config(), run_dir=run_dir, resume=resume)
 
     assert [each.name for each in run_dir.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_run_directory_without_room_is_refused_and_left_as_it_was(
+    tmp_path, monkeypatch, was_there
+):
+    run_dir = tmp_path / "run"
+    if was_there:
+        run_dir.mkdir()
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwrite", is_full)
+    with pytest.raises(ConfigError, match="expected room .*No space left on device; free some,"):
+        run_training(config("offload=false"), run_dir=run_dir)
+
+    assert list(tmp_path.rglob("*")) == ([run_dir] if was_there else [])
 
 
 def test_of_two_runs_without_a_name_each_gets_a_directory(tmp_path, monkeypatch):

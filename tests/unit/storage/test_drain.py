@@ -48,6 +48,27 @@ def save(store, step):
     store.save(f"step-{step}")
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("a fault")])
+def test_a_copy_that_fails_in_any_way_is_told_and_nobody_waits_for_it(
+    store, drain, caplog, monkeypatch, error
+):
+    def fail(*_, **__):
+        raise error
+
+    save(store, 1)
+    with monkeypatch.context() as failing:
+        failing.setattr("pathlib.Path.mkdir", fail)
+        drain.start("step-1")
+        drain.wait()
+
+    (failure,) = drain.failures
+    assert failure.startswith("checkpoint `step-1`: ")
+    assert ("Traceback" in caplog.text) == isinstance(error, KeyError)
+    drain.start("step-1")
+    drain.wait()
+    assert len(drain.failures) == 1
+
+
 def test_a_copy_is_a_store_with_the_checkpoints_content(store, drain, tmp_path, engine):
     save(store, 1)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from offload.errors import StoreError
+from offload.errors import StorageError, StoreError
 from offload.storage import ownership
 from offload.storage.ownership import OWNER_FILE, Ownership, current_process, live_owner
 
@@ -169,6 +169,31 @@ def test_an_unreadable_record_does_not_matter(tmp_path, content):
 
     assert ownership.record == live_owner(tmp_path)
     ownership.release()
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_record_without_room_is_a_storage_error_that_leaves_what_was_there(
+    tmp_path, monkeypatch, was_there
+):
+    if was_there:
+        first = Ownership(tmp_path)
+        first.acquire()
+        first.release()
+    before = [(each.name, each.read_bytes()) for each in tmp_path.iterdir()]
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", is_full)
+        with pytest.raises(StorageError, match="expected room .*No space left") as raised:
+            Ownership(tmp_path).acquire()
+
+    assert raised.value.errno == errno.ENOSPC
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == before
+    again = Ownership(tmp_path)
+    again.acquire()
+    again.release()
 
 
 def test_the_record_tells_this_process_apart():
