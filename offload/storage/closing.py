@@ -22,9 +22,10 @@ def close_parts(
     is_deleted = False
     try:
         if parts is not None:
-            parts.transfers.wait_all()
-            for path in parts.paths:
-                path.data.close()
+            with contextlib.ExitStack() as stack:  # an interrupt of the wait too closes all files
+                for path in parts.paths:
+                    stack.callback(path.data.close)
+                parts.transfers.wait_all()
             if made is not None and not parts.versions.records():
                 is_deleted = delete_unused([path.root for path in parts.paths])
     finally:
