@@ -6,7 +6,7 @@ asks for are the weights that autograd saved. Only a pass shows both, and it nee
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from offload.plan.uses import Uses
+from offload.plan.uses import CallEnd, Uses
 from offload.streaming.discovery import DiscoveredModel
 
 
@@ -37,14 +37,22 @@ def find_uses(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> 
 
 def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
     """Returns the uses of a model whose modules are called once each, in their order."""
-    forward: list[int] = []
+    calls = _Calls()
     backward: list[int] = []
-    for _, module in model.named_modules(remove_duplicate=False):
+
+    def walk(module: nn.Module) -> None:
         units = _units_of(module, discovered)
-        forward.extend(units)
+        calls.begin(units)
         if not isinstance(module, nn.Embedding):  # backward asks for none of its weights
             backward.extend(units)
-    return Uses(forward=tuple(forward), backward=tuple(reversed(backward)))
+        for child in module.children():
+            walk(child)
+        calls.end(units)
+
+    walk(model)
+    return Uses(
+        forward=tuple(calls.uses), backward=tuple(reversed(backward)), ends=tuple(calls.ends)
+    )
 
 
 def _rehearse(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> Uses:
@@ -54,10 +62,36 @@ def _rehearse(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> 
     with torch.device("meta"), torch.random.fork_rng(devices=[]), watch.calls_of(model):
         with watch, saved:
             loss = model(tokens, tokens)
-        forward, watch.uses = watch.uses, []
+        forward, watch.calls = watch.calls, _Calls()
         if trained:
             torch.autograd.grad(loss, trained, allow_unused=True)
-    return Uses(forward=tuple(forward), backward=tuple(watch.uses))
+    return Uses(
+        forward=tuple(forward.uses), backward=tuple(watch.calls.uses), ends=tuple(forward.ends)
+    )
+
+
+class _Calls:
+    """Notes uses of units; inside a call that has a unit there is none of that unit."""
+
+    def __init__(self) -> None:
+        self.uses: list[int] = []
+        self.ends: list[CallEnd] = []
+        self._held: Counter[int] = Counter()
+
+    def begin(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self.use(unit)
+            self._held[unit] += 1
+
+    def end(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._held[unit] -= 1
+            if not self._held[unit]:
+                self.ends.append(CallEnd(unit=unit, num_before=len(self.uses)))
+
+    def use(self, unit: int) -> None:
+        if not self._held[unit]:
+            self.uses.append(unit)
 
 
 class _Watch(TorchFunctionMode):
@@ -65,9 +99,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, discovered: DiscoveredModel) -> None:
         super().__init__()
-        self.uses: list[int] = []
+        self.calls = _Calls()
         self._discovered = discovered
-        self._held: Counter[int] = Counter()
         parameters = [
             (parameter, index)
             for index, unit in enumerate(discovered.units)
@@ -81,7 +114,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, nn.Parameter) and id(each) in self._unit_of:
-                self._use(self._unit_of[id(each)])
+                self.calls.use(self._unit_of[id(each)])
         return function(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
@@ -101,21 +134,15 @@ class _Watch(TorchFunctionMode):
     def unpack(self, tensor: Tensor) -> Tensor:
         """Notes a weight that autograd saved and asks for; a run of one unit's is one use."""
         index = self._unit_of_memory.get(_memory_of(tensor))
-        if index is not None and self.uses[-1:] != [index]:
-            self._use(index)
+        if index is not None and self.calls.uses[-1:] != [index]:
+            self.calls.use(index)
         return tensor
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        for index in _units_of(module, self._discovered):
-            self._use(index)
-            self._held[index] += 1
+        self.calls.begin(_units_of(module, self._discovered))
 
     def _end(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        self._held.subtract(_units_of(module, self._discovered))
-
-    def _use(self, index: int) -> None:
-        if not self._held[index]:
-            self.uses.append(index)
+        self.calls.end(_units_of(module, self._discovered))
 
 
 def _units_of(module: nn.Module, discovered: DiscoveredModel) -> tuple[int, ...]:
