@@ -147,6 +147,7 @@ class EarlyUpdates:
         self._end_job()
         for index in list(self._applied):
             self._drop(index)
+        self._source.clear()  # what a failure left there has no update any more
         self._arrived.clear()
         self._in_flight.clear()
         self._failure = None
@@ -245,6 +246,11 @@ class _ArrivingRecords:
 
     def is_open(self) -> bool:
         return self._is_open
+
+    def clear(self) -> None:
+        """Forgets the records that were not taken."""
+        with self._lock:
+            self._waiting.clear()
 
     def add(self, record: Record, number: int) -> None:
         """Adds a record that is complete. Under the lock."""
