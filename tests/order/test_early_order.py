@@ -11,6 +11,7 @@ from unit.optim.test_pipeline import OPTIONS, Harness
 from offload.optim.early import EarlyUpdates
 from offload.optim.pipeline import ParameterUpdate
 from offload.optim.scalars import adamw_scalars
+from offload.storage.stalls import StallAccount
 
 
 class Steps:
@@ -18,7 +19,7 @@ class Steps:
 
     def __init__(self, *, kept="", num_buffers=1):
         self.harness = Harness(num_buffers=num_buffers)
-        self.early = EarlyUpdates()
+        self.early = EarlyUpdates(StallAccount())
         self.early.use(self.harness.pipeline, kept={f"{name}#0" for name in kept})
         self.harness.run("abcd")
         self.step = 2
