@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from offload.config import Config
 from offload.layout import ModelLayout
+from offload.memory import usable_memory
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
 from offload.plan.link import LinkTraffic, link_traffic
@@ -25,7 +23,6 @@ from offload.plan.traffic import (
 from offload.plan.uses import Reads, Uses, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
 from offload.runs.loss_contract import require_contract
-from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
     existing_directories,
     plan_storage,
@@ -33,12 +30,10 @@ from offload.runs.planned_storage import (
     storage_warnings,
 )
 from offload.runs.planned_units import arrange_run
-from offload.runs.rehearsal import find_uses, uses_by_modules
+from offload.runs.rehearsal import RehearsedModel, uses_by_modules
 from offload.runs.savings import possible_savings
-from offload.runs.spilled import spilled_bytes
 from offload.sizes import parse_duration
 from offload.streaming.arrangement import Arrangement
-from offload.streaming.discovery import DiscoveredModel
 
 
 def plan_run(
@@ -46,7 +41,7 @@ def plan_run(
     *,
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
-    model: nn.Module | None = None,
+    model: RehearsedModel | None = None,
     stored: ModelLayout | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
@@ -55,7 +50,7 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
-        model: The run's, without values, which is known to give a loss; None: it is built now.
+        model: The run's, which several plans of it share; None: it is built now.
         stored: The layout of the store that is gone on with; None: what suits the budget.
 
     Raises:
@@ -67,16 +62,15 @@ def plan_run(
     known = read_profile() if profile is None else profile
     window = config.tiers.host.window
     config = _with_window(config, directories, known)
-    if model is None:
-        require_contract(config)
-        model = build_meta_model(config.model)
-    arrangement = arrange_run(config, model, stored=stored)
+    model = RehearsedModel.of(config) if model is None else model
+    require_contract(config.model.factory, model)
+    arrangement = arrange_run(config, model.module, stored=stored)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
-    uses = _uses(config, model, discovered)
+    uses = _uses(config, model, arrangement)
     reads = reads_of(uses, _num_slots(config, arrangement), tiled=discovered.wide)
     handed = _handed_over(config, arrangement, uses)
-    spilled = spilled_bytes(config)
+    spilled, memory = model.spilled_bytes(config), usable_memory()
     plan = RunPlan(
         layout=layout,
         host=host,
@@ -102,7 +96,10 @@ def plan_run(
         else (
             *storage_warnings(config, directories, spilled),
             *filter(None, [too_small_window(window, host.buffer_bytes)]),
+            *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
         ),
+        memory=memory,
+        is_bounded=config.tiers.host.memory is not None,
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
         drains=config.checkpoint.drain is not None,
@@ -118,7 +115,7 @@ def plan_run(
         savings=tuple(possible_savings(config, model, plan, stored=stored, stores=stores)),
         smallest_anew_bytes=None
         if stored is None or "host" not in plan.short_tiers
-        else arrange_run(config, model).host.smallest_bytes,
+        else arrange_run(config, model.module).host.smallest_bytes,
     )
 
 
@@ -184,14 +181,12 @@ def _has_device_memory(config: Config) -> bool:
     return config.offload and config.tiers.device.kind != "cpu"
 
 
-def _uses(config: Config, model: nn.Module, discovered: DiscoveredModel) -> Uses:
+def _uses(config: Config, model: RehearsedModel, arrangement: Arrangement) -> Uses:
     """Returns which units a micro-step uses, in order."""
     if config.policy.parameters == "storage" or _has_device_memory(config):
-        shape = (config.train.batch, config.model.context)
-        tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
-        return find_uses(model, discovered, tokens)
+        return model.uses(arrangement.discovered)
     # Passes read nothing: a rehearsal would take a second for a large model.
-    return uses_by_modules(model, discovered)
+    return uses_by_modules(model.module, arrangement.discovered)
 
 
 def _handed_over(config: Config, arrangement: Arrangement, uses: Uses) -> frozenset[str]:

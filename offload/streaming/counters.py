@@ -68,7 +68,7 @@ class ModelCounters:
     def update_wait_s(self) -> tuple[float, float]:
         """Time for which passes waited for pending updates, and the part of it for storage."""
         deferred = self._updates.deferred
-        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
+        return (deferred.waits.wait_s, deferred.waits.io_wait_s) if deferred else (0.0, 0.0)
 
     @property
     def update_read_bytes(self) -> int:

@@ -123,7 +123,7 @@ class Harness:
                 stop = binding.offset_bytes + binding.num_bytes
                 values = binding.parameter.detach().view(-1).view(torch.uint8)
                 stored[binding.offset_bytes : stop] = values
-                binding.detach()
+            unit.begin()
             tier.stored[unit.name] = bytes(stored.numpy())
         self.residency = Recorded(
             self.events,
