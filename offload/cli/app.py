@@ -115,6 +115,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _configure(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option(
@@ -125,10 +126,16 @@ def _configure(
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what is decided, not only warnings.")
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Log what is decided, not only warnings; show the traceback of an error.",
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models that are larger than memory, exactly."""
+    context.obj.shows_tracebacks = verbose
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         handlers=[StandardErrorHandler()],

@@ -132,7 +132,7 @@ def _passes(
     forward = _Phase(
         compute_s=times.forward_s,
         read_bytes=moved.forward_read_bytes,
-        in_bytes=link.forward_in_bytes if link else 0,
+        in_bytes=link.parameters_in(micro_step) if link else 0,
     )
     backward = _Phase(
         compute_s=times.backward_s,

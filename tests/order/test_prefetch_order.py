@@ -85,9 +85,11 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.skipped = set()
         self.repeated = set()
+        self.order = range(layers)
 
     def forward(self, x):
-        for index, layer in enumerate(self.layers):
+        for index in self.order:
+            layer = self.layers[index]
             if index not in self.skipped:
                 x = layer(x)
             if index in self.repeated:
@@ -121,7 +123,7 @@ class Harness:
                 stop = binding.offset_bytes + binding.num_bytes
                 values = binding.parameter.detach().view(-1).view(torch.uint8)
                 stored[binding.offset_bytes : stop] = values
-                binding.detach()
+            unit.begin()
             tier.stored[unit.name] = bytes(stored.numpy())
         self.residency = Recorded(
             self.events,
@@ -137,8 +139,8 @@ class Harness:
         for layer in self.model.layers:
             layer.register_forward_pre_hook(self._note_use)
 
-    def forward(self):
-        return self.model(torch.ones(1, WIDTH)).sum()
+    def forward(self, *, needs_gradient=False):
+        return self.model(torch.ones(1, WIDTH, requires_grad=needs_gradient)).sum()
 
     def take(self):
         taken = list(self.events)
@@ -359,6 +361,34 @@ def test_reads_are_the_same_however_the_distance_changes(slots, monkeypatch):
     assert set(reads) == {4 + max(3 - slots, 0)}
 
 
+@pytest.mark.parametrize("distance", [0, 1, 2, 3])
+@pytest.mark.parametrize("slots, expected", [
+    (1, {0: 3, 1: 3, 2: 2, 3: 2}),
+    (2, {0: 2, 1: 3, 2: 2, 3: 2}),
+    (3, {0: 2, 1: 3, 2: 2, 3: 1}),
+    (4, {0: 1, 1: 1, 2: 1, 3: 1}),
+])  # fmt: skip
+def test_what_backward_uses_twice_is_read_by_its_slots_whatever_the_distance(
+    slots, expected, distance
+):
+    # Forward 0 1 2 3 0 1, backward 1 0 3 2 1: what stays has less than `slots` others until then.
+    harness = Harness(slots=slots, distance=distance)
+    harness.model.order = [0, 1, 2, 3, 0, 1]
+    harness.step()
+    harness.take()
+    harness.step()
+    before = harness.take()
+    harness.residency.trace.divergences = 0
+
+    harness.step()
+
+    events = harness.take()
+    used = before[before.index("update") :] + events[: events.index("update")]
+    reads = [event for event in used if "fetch" in event]
+    assert Counter(int(event.split()[1]) for event in reads) == expected
+    assert harness.residency.trace.divergences == 0
+
+
 FORWARD_WITHIN_A_STEP = [
     *["prefetch 2", "use 0", "evict 0", "prefetch 3"],  # 0 and 1 were prefetched before
     *["use 1", "evict 1", "prefetch 0", "use 2", "evict 2", "prefetch 1", "use 3", "evict 3"],
@@ -423,6 +453,31 @@ def test_backward_prefetches_the_next_micro_step_which_reads_as_much_as_the_firs
         *["prefetch 1", "prefetch 2", "use 0", "evict 0", "prefetch 3"],
         *["use 1", "use 2", "use 3"],
     ]
+    assert harness.residency.trace.divergences == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_backward_used_last_is_there_for_a_micro_step_that_begins_with_it(slots):
+    harness = Harness(slots=slots)
+
+    def micro_step():
+        harness.forward(needs_gradient=True).backward()  # which asks for 0, too
+
+    def micro_steps():
+        micro_step()
+        micro_step()
+
+    run_twice(harness, micro_steps)
+    micro_step()
+    before = missed(harness)
+    harness.take()
+
+    harness.forward(needs_gradient=True)
+
+    events = harness.take()
+    assert "use 0" in events
+    assert not any(event.endswith("fetch 0") for event in events[: events.index("use 0")])
+    assert missed(harness) == before
     assert harness.residency.trace.divergences == 0
 
 
