@@ -132,6 +132,16 @@ def check_options(options: UpdateOptions) -> None:
     resolve_order(options.order)
     resolve_striping(options.striping)
     _check_overlap(options)
+    _check_ratio(options)
+
+
+def _check_ratio(options: UpdateOptions) -> None:
+    _, *ratio = options.striping.split(":")
+    if ratio and options.baseline == "engine" and len(ratio) != len(options.paths):
+        raise ConfigError(
+            f"cannot measure updates with `--striping` {options.striping}: expected one number for "
+            f"each of {len(options.paths)} `--path`, found {len(ratio)}; change it"
+        )
 
 
 def _check_overlap(options: UpdateOptions) -> None:

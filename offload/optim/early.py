@@ -7,7 +7,9 @@ current in no time, or they are given up. A record that stays in memory is updat
 has no second slot, and nothing of its state moves.
 """
 
+import functools
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -15,8 +17,11 @@ import torch
 from offload.layout import ModelLayout, Record
 from offload.optim.model_state import ParameterUpdate, parameter_key, state_key
 from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
+
+_CAUSE = "updates that began under backward"
 
 UpdateOf = Callable[[str], ParameterUpdate | None]
 """Gives what the next step would apply to a parameter; None where it has no gradient."""
@@ -25,10 +30,14 @@ UpdateOf = Callable[[str], ParameterUpdate | None]
 class EarlyUpdates:
     """Updates records as their gradients become complete. See [Note: staged versions].
 
+    Attributes:
+        waits: How long the caller's thread waited for updates.
+
     Concurrency: The thread that runs the model calls; updates run in one of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stalls: StallAccount) -> None:
+        self.waits = UpdateWaits(stalls, cause=_CAUSE)
         self._layout: ModelLayout
         self._pipeline: UpdatePipeline
         self._store: BlockStore
@@ -100,7 +109,9 @@ class EarlyUpdates:
         for index in self._records_of.get(name, ()):
             self._arrived.get(index, set()).discard(name)
             if index in self._applied:
-                self._wait(index)
+                self._wait(functools.partial(self._is_over, index))
+                if self._failure is not None:
+                    raise self._failure
                 self._drop(index)
 
     def finish(self) -> None:
@@ -109,8 +120,7 @@ class EarlyUpdates:
         Raises:
             StorageError, CorruptStateError: One failed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight or self._failure is not None)
+        self._wait(lambda: not self._in_flight)
         self._end_job()
         if self._failure is not None:
             raise self._failure
@@ -148,6 +158,7 @@ class EarlyUpdates:
         self._source.clear()
         for index in list(self._applied):
             self._drop(index)
+        self._source.clear()  # what a failure left there has no update any more
         self._arrived.clear()
         self._in_flight.clear()
         self._failure = None
@@ -200,13 +211,17 @@ class EarlyUpdates:
         self._job = None
         self._updates = {}
 
-    def _wait(self, index: int) -> None:
+    def _wait(self, is_reached: Callable[[], bool]) -> None:
+        """Waits, and counts it, until what is asked for is reached or an update failed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: index not in self._in_flight or self._failure is not None
-            )
-        if self._failure is not None:
-            raise self._failure
+            if is_reached() or self._failure is not None:
+                return
+            started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+            self._changed.wait_for(lambda: is_reached() or self._failure is not None)
+        self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+
+    def _is_over(self, index: int) -> bool:
+        return index not in self._in_flight
 
     def _drop(self, index: int) -> None:
         self._applied.pop(index, None)
@@ -251,6 +266,11 @@ class _ArrivingRecords:
 
     def is_open(self) -> bool:
         return self._is_open
+
+    def clear(self) -> None:
+        """Forgets the records that were not taken."""
+        with self._lock:
+            self._waiting.clear()
 
     def add(self, record: Record, number: int) -> None:
         """Adds a record that is complete. Under the lock."""

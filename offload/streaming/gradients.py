@@ -68,6 +68,7 @@ def open_gradients(
             plan,
             slots=memory.gradient_slots,
             spill=spill,
+            stalls=link_waits.stalls,
             sums_of_squares=sums_of_squares,
             is_live=is_shown,
         )

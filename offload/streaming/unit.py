@@ -251,11 +251,21 @@ class StreamedUnit:
         self.was_looked_at = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
-        self._nodes = _gradient_nodes(self.bindings)
+        self._nodes: list[Node] = []
         self._references: list[int] = []
         # By the number of a binding: how often it was referred to before someone took it.
         self._kept: dict[int, int] = {}
         self._saved: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Points the parameters to their placeholders, and begins to count who refers to them.
+
+        Where these are on another device than the parameters were, torch gives up the nodes that
+        accumulate gradients: those of before would not be what graphs refer to.
+        """
+        for binding in self.bindings:
+            binding.detach()
+        self._nodes = _gradient_nodes(self.bindings)
 
     def note_references(self) -> None:
         """Notes how often each parameter is referred to before a call."""

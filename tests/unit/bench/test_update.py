@@ -249,6 +249,7 @@ def test_commits_are_timed(tmp_path):
         ({"commit_every": -1}, "`--commit-every` -1"),
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
+        ({"striping": "modulo:2:1"}, "`--striping` modulo:2:1.*each of 1 `--path`, found 2"),
         ({"order": "random"}, "policy.order"),
         ({"baseline": "faster"}, "`--baseline` faster"),
         ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
