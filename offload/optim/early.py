@@ -155,7 +155,6 @@ class EarlyUpdates:
     def drop(self) -> None:
         """Gives everything up, and forgets what failed."""
         self._end_job()
-        self._source.clear()
         for index in list(self._applied):
             self._drop(index)
         self._source.clear()  # what a failure left there has no update any more
@@ -276,11 +275,6 @@ class _ArrivingRecords:
         """Adds a record that is complete. Under the lock."""
         self._waiting.append(record)
         self._numbers[record.name] = number
-
-    def clear(self) -> None:
-        """Forgets what no update took up."""
-        with self._lock:
-            self._waiting.clear()
 
     def number_of(self, record: Record) -> int:
         return self._numbers[record.name]
