@@ -51,7 +51,8 @@ class SavedCast:
 
     def again(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the view of the cast, made again from the unit's bytes."""
-        whole = self.binding.values_in(base).to(self.dtype)
+        # In memory of its own, of the same dtype too: what is given counts from where that begins.
+        whole = self.binding.values_in(base).to(self.dtype, copy=True)
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 

@@ -163,8 +163,15 @@ class Binding:
             dtype=parameter.dtype,
         ).view(parameter.shape)
 
-    def detach(self) -> None:
-        self.parameter.data = self.placeholder
+    def detach(self, base: torch.Tensor | None = None) -> None:
+        """Points the parameter at its placeholder; with `base` only if it is in that slot."""
+        if base is None or self.is_in(base):
+            self.parameter.data = self.placeholder
+
+    def is_in(self, base: torch.Tensor) -> bool:
+        """Tells whether the parameter points at its bytes in the slot under `base`."""
+        address = base.data_ptr() + self.offset_bytes
+        return not self.num_bytes or self.parameter.data_ptr() == address
 
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.
@@ -173,7 +180,7 @@ class Binding:
             StoreError: The parameter points elsewhere: its bytes cannot be known.
         """
         parameter = self.parameter
-        if self.num_bytes and parameter.data_ptr() != base.data_ptr() + self.offset_bytes:
+        if not self.is_in(base):
             raise StoreError(
                 f"cannot release parameter `{self.name}`: expected its data in its slot, found "
                 "other memory; assign values in place, such as `parameter.copy_(values)` under "
@@ -244,11 +251,21 @@ class StreamedUnit:
         self.was_looked_at = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
-        self._nodes = _gradient_nodes(self.bindings)
+        self._nodes: list[Node] = []
         self._references: list[int] = []
         # By the number of a binding: how often it was referred to before someone took it.
         self._kept: dict[int, int] = {}
         self._saved: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Points the parameters to their placeholders, and begins to count who refers to them.
+
+        Where these are on another device than the parameters were, torch gives up the nodes that
+        accumulate gradients: those of before would not be what graphs refer to.
+        """
+        for binding in self.bindings:
+            binding.detach()
+        self._nodes = _gradient_nodes(self.bindings)
 
     def note_references(self) -> None:
         """Notes how often each parameter is referred to before a call."""
@@ -309,6 +326,36 @@ class StreamedUnit:
         """Changes the copy state along the table of allowed transitions."""
         assert state in TRANSITIONS[self.state], f"unit `{self.name}`: {self.state} to {state}"
         self.state = state
+
+    def show(self, *, is_hashed: bool) -> None:
+        """Points the parameters at their slot, which has their bytes.
+
+        Args:
+            is_hashed: Whether the bytes are watched.
+        """
+        assert self.base is not None
+        for binding in self.bindings:
+            binding.attach(self.base)
+        if is_hashed:
+            self.note_hashes()
+        self.transfers = []
+        self.move_to(CopyState.CLEAN)  # last: what an interrupt leaves half done is fetched anew
+
+    def leave_slot(self) -> None:
+        """Points the parameters away from their slot and gives it up.
+
+        May be called again where an interrupt ended it: what was done is not done twice.
+        """
+        if self.base is not None:
+            for binding in self.bindings:
+                binding.detach(self.base)
+        self.forget_kept()
+        self.transfers = []
+        self.base = None
+        self.hashes = None
+        self.is_updated = False
+        if self.state is not CopyState.ABSENT:
+            self.move_to(CopyState.ABSENT)
 
     def note_hashes(self) -> None:
         """Notes the bytes of now, to find later which the user edited."""

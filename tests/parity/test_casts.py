@@ -58,6 +58,20 @@ class ManyCasts(nn.Module):
         return x * self.scale.double().to(x.dtype).expand(x.shape)
 
 
+class Copied(nn.Module):
+    """Copies of weights that keep their dtype, and lie behind others in their slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            scale, weight = (p.to(torch.float32, copy=True) for p in (block.bias, block.weight))
+            x = torch.tanh(block(x)) @ weight.t() * scale
+        return x
+
+
 class Reused(nn.Module):
     """A weight used three times in a unit, and a unit used twice."""
 
@@ -102,6 +116,7 @@ def nested_loss(model, index):
 CASES = {
     "many forms": (ManyCasts, image_loss),
     "without autocast": (ManyCasts, None),
+    "copies": (Copied, vector_loss),
     "used often": (Reused, under_autocast(vector_loss)),
     "without its cache": (Reused, under_autocast(vector_loss, cache_enabled=False)),
     "fp16": (SmallGPT, under_autocast(loss_of, dtype=torch.float16)),
