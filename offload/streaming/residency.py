@@ -411,21 +411,22 @@ class Residency:
         edits = unit.edits()
         if not edits:
             return
-        if unit.is_wide:
-            self._tier.write_from(unit.layout, memory_of(unit.base))
-        else:
-            self._tier.write(unit.layout, unit.base)
+        with filling_slots():
+            if unit.is_wide:
+                self._tier.write_from(unit.layout, memory_of(unit.base))
+            else:
+                self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt
         unit.see_edits(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
-        unit.move_to(CopyState.FETCHING)
-        unit.base = base
-        unit.was_used = unit.was_looked_at = False
-        unit.fetched_since_s = time.perf_counter()
-        from_update_bytes = self._tier.bytes_from_update(unit.layout)
-        unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
         try:
+            unit.move_to(CopyState.FETCHING)
+            unit.base = base
+            unit.was_used = unit.was_looked_at = False
+            unit.fetched_since_s = time.perf_counter()
+            from_update_bytes = self._tier.bytes_from_update(unit.layout)
+            unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
             del base
@@ -437,19 +438,14 @@ class Residency:
             self._wait(unit.transfers, "fetching a unit")
             # Where reading would wait for all that is computed, it is left to `evict_all`.
             require_untouched(unit.bindings, reads_values=not self._device.computes_later)
+            assert unit.base is not None
+            if unit.base.numel():
+                self._by_address[unit.base.data_ptr()] = unit
+            unit.show(is_hashed=self._device.is_unified)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        unit.transfers = []
-        unit.move_to(CopyState.CLEAN)
-        assert unit.base is not None
-        for binding in unit.bindings:
-            binding.attach(unit.base)
-        if self._device.is_unified:
-            unit.note_hashes()
-        if unit.base.numel():
-            self._by_address[unit.base.data_ptr()] = unit
 
     def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
         """Waits for transfers, and counts each wait as one for what it was for.
@@ -471,17 +467,16 @@ class Residency:
                 self._stalls.add(waits_for, cause, duration_s)
 
     def _drop(self, unit: StreamedUnit) -> None:
-        if unit.state is CopyState.CLEAN:
-            for binding in unit.bindings:
-                binding.detach()
-            if unit.base is not None and unit.base.numel():
-                self._by_address.pop(unit.base.data_ptr(), None)
-        unit.forget_kept()
-        unit.transfers = []
-        unit.base = None
-        unit.hashes = None
-        unit.is_updated = False
-        unit.move_to(CopyState.ABSENT)
+        try:
+            self._take_out(unit)
+        except BaseException:  # an interrupt: half a unit would be taken for a whole one
+            self._take_out(unit)
+            raise
+
+    def _take_out(self, unit: StreamedUnit) -> None:
+        if unit.base is not None and unit.base.numel():
+            self._by_address.pop(unit.base.data_ptr(), None)
+        unit.leave_slot()
 
     def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:
         memory = self._slots.try_take(num_bytes)

@@ -176,8 +176,15 @@ class Binding:
             dtype=parameter.dtype,
         ).view(parameter.shape)
 
-    def detach(self) -> None:
-        self.parameter.data = self.placeholder
+    def detach(self, base: torch.Tensor | None = None) -> None:
+        """Points the parameter at its placeholder; with `base` only if it is in that slot."""
+        if base is None or self.is_in(base):
+            self.parameter.data = self.placeholder
+
+    def is_in(self, base: torch.Tensor) -> bool:
+        """Tells whether the parameter points at its bytes in the slot under `base`."""
+        address = base.data_ptr() + self.offset_bytes
+        return not self.num_bytes or self.parameter.data_ptr() == address
 
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.
@@ -186,7 +193,7 @@ class Binding:
             StoreError: The parameter points elsewhere: its bytes cannot be known.
         """
         parameter = self.parameter
-        if self.num_bytes and parameter.data_ptr() != base.data_ptr() + self.offset_bytes:
+        if not self.is_in(base):
             raise StoreError(
                 f"cannot release parameter `{self.name}`: expected its data in its slot, found "
                 "other memory; assign values in place, such as `parameter.copy_(values)` under "
@@ -332,6 +339,36 @@ class StreamedUnit:
         """Changes the copy state along the table of allowed transitions."""
         assert state in TRANSITIONS[self.state], f"unit `{self.name}`: {self.state} to {state}"
         self.state = state
+
+    def show(self, *, is_hashed: bool) -> None:
+        """Points the parameters at their slot, which has their bytes.
+
+        Args:
+            is_hashed: Whether the bytes are watched.
+        """
+        assert self.base is not None
+        for binding in self.bindings:
+            binding.attach(self.base)
+        if is_hashed:
+            self.note_hashes()
+        self.transfers = []
+        self.move_to(CopyState.CLEAN)  # last: what an interrupt leaves half done is fetched anew
+
+    def leave_slot(self) -> None:
+        """Points the parameters away from their slot and gives it up.
+
+        May be called again where an interrupt ended it: what was done is not done twice.
+        """
+        if self.base is not None:
+            for binding in self.bindings:
+                binding.detach(self.base)
+        self.forget_kept()
+        self.transfers = []
+        self.base = None
+        self.hashes = None
+        self.is_updated = False
+        if self.state is not CopyState.ABSENT:
+            self.move_to(CopyState.ABSENT)
 
     def note_hashes(self) -> None:
         """Notes the bytes of now, to find later which the user edited."""
