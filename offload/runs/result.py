@@ -17,8 +17,8 @@ class TrainResult:
     """The result of `offload train`; None where a figure does not apply.
 
     Times and bytes of a step are medians over the steps after the second of this process; with
-    order `alternating` bytes are the mean of those of odd and of even steps, and where steps after a
-    commit or a validation read more, bytes are means over the steps.
+    order `alternating` bytes are the mean of those of odd and of even steps, and where steps after
+    a commit or a validation read more, bytes are means over the steps.
     """
 
     run_dir: str | None
