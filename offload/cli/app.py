@@ -23,6 +23,7 @@ from offload.cli.output import (
     standard_output,
 )
 from offload.cli.simulate import simulate
+from offload.cli.streams import open_closed_streams
 
 if TYPE_CHECKING:
     from offload.config import Config
@@ -68,6 +69,7 @@ Store = Annotated[
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command that `arguments` name and exits with its code."""
+    open_closed_streams()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

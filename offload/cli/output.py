@@ -1,14 +1,16 @@
 """What a command prints: one JSON object, or tables and lines for a reader."""
 
+import contextlib
 import json
 import logging
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from offload.errors import ConfigError, OffloadError, PlanError, StoreError
+from offload.cli.streams import discard
+from offload.errors import ConfigError, OffloadError, PlanError, StorageError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +50,8 @@ class Output:
         self.has_result = True
         if self.as_json:
             self.write_json(result.to_json())
-        else:
+            return
+        with self._printing():
             render(_console(self._stdout), result)
 
     def progress_console(self) -> "Console":
@@ -57,8 +60,21 @@ class Output:
 
     def write(self, text: str) -> None:
         """Prints `text`, which is the result."""
-        self._stdout.write(text)
-        self._stdout.flush()
+        with self._printing():
+            self._stdout.write(text)
+            self._stdout.flush()
+
+    @contextlib.contextmanager
+    def _printing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            discard(self._stdout)
+            raise StorageError(
+                "cannot print the result: expected standard output to take it, found "
+                f"{error.strerror or error}; what was done stays done",
+                errno=error.errno,
+            ) from error
 
     def write_json(self, values: Mapping[str, Any]) -> None:
         """Prints the one JSON object; numbers that JSON does not have become null."""
@@ -75,8 +91,10 @@ class Output:
     def report_message(self, message: str, *, kind: str) -> None:
         """Prints the message of an error whose type is called `kind`."""
         if self.as_json:
-            self.write_json({"error": {"type": kind, "message": message}})
-        else:
+            with contextlib.suppress(StorageError):  # standard output is gone: nobody to tell
+                self.write_json({"error": {"type": kind, "message": message}})
+            return
+        with contextlib.suppress(OSError):
             self._stderr.write(f"error: {message}\n")
             self._stderr.flush()
 
@@ -105,11 +123,11 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _console(stream: TextIO) -> "Console":
-    from rich.console import Console
+    from offload.cli.console import ReportingConsole
 
     # Where there is no terminal there is no width: lines are not cut.
     width = None if stream.isatty() else 140
-    return Console(file=stream, width=width, highlight=False, markup=False)
+    return ReportingConsole(file=stream, width=width, highlight=False, markup=False)
 
 
 def _finite(value: Any) -> Any:

@@ -1,10 +1,15 @@
 """The lines that a run prints while it goes on."""
 
+import logging
+
 from rich.console import Console
 from rich.text import Text
 
+from offload.cli.streams import discard
 from offload.runs.metrics import StepMetrics
 from offload.sizes import format_size
+
+_LOG = logging.getLogger("offload.cli")
 
 _COLUMNS = (
     ("step", 5),
@@ -24,22 +29,40 @@ _COLUMNS = (
 
 
 class PrintedSteps:
-    """Prints one line for each step as it ends, below the names of the columns."""
+    """Prints one line for each step as it ends, below the names of the columns.
+
+    A run does not end because nobody reads these: it says so once, and goes on.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._has_header = False
+        self._is_read = True
 
     def __call__(self, metrics: StepMetrics) -> None:
         if not self._has_header:
             header = " ".join(f"{name:>{width}}" for name, width in _COLUMNS)
-            self._console.print(Text(header, style="bold"), soft_wrap=True)
+            self._print(Text(header, style="bold"))
             self._has_header = True
         self.note(step_line(metrics))
 
     def note(self, text: str) -> None:
         """Prints a line between those of steps."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._print(Text(text))
+
+    def _print(self, line: Text) -> None:
+        if not self._is_read:
+            return
+        try:
+            self._console.print(line, soft_wrap=True)
+        except OSError as error:
+            self._is_read = False
+            discard(self._console.file)
+            _LOG.warning(
+                "the lines of steps can't be printed any more (%s): the run goes on, and its "
+                "`metrics.jsonl` has them",
+                error.strerror or error,
+            )
 
 
 def step_line(metrics: StepMetrics) -> str:

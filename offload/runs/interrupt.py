@@ -1,15 +1,17 @@
-"""Lets SIGINT and SIGTERM end a run between steps."""
+"""Lets SIGINT, SIGTERM and SIGHUP end a run between steps."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM asks for a stop; the second acts as usual.
+    """While entered, the first of the signals asks for a stop; the second acts as usual.
+
+    One that is ignored, as SIGHUP under `nohup` and SIGINT in a shell's background, stays so.
 
     Concurrency: Signals are taken over only in the main thread; elsewhere nothing happens.
     """
@@ -26,6 +28,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

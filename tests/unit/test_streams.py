@@ -1,0 +1,102 @@
+"""A run whose output nobody reads, and processes that are started without standard streams."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.cli.app import run
+from offload.runs.interrupt import StopRequest
+
+SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
+TINY = (
+    "data.source=files",
+    f'data.files=["{argparse.__file__}"]',
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=1",
+    "model.context=32",
+    "train.steps=4",
+)
+
+
+@pytest.fixture
+def broken():
+    """A text stream whose reader is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path, monkeypatch, capsys, broken, as_json):
+    monkeypatch.setattr("offload.runs.train.probe_run", lambda *_: None)  # takes seconds
+    monkeypatch.setattr(sys, "stderr" if as_json else "stdout", broken)
+    json_option = ["--json"] if as_json else []
+
+    code = run(["train", str(SMALL), *TINY, "--run-dir", str(tmp_path / "run"), *json_option])
+    printed = capsys.readouterr()
+
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert code == 0
+    assert steps == [1, 2, 3, 4]
+    if as_json:
+        assert json.loads(printed.out)["losses"]
+    else:
+        assert printed.err.count("the lines of steps can't be printed any more (Broken pipe)") == 1
+        assert "Traceback" not in printed.err
+
+
+def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(monkeypatch, capsys):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+
+        code = run(["config", "show"])
+
+        assert code == 1
+        assert capsys.readouterr().err == (
+            "error: cannot print the result: expected standard output to take it, found No space "
+            "left on device; what was done stays done\n"
+        )
+
+
+def test_a_command_without_standard_streams_does_what_it_does(tmp_path):
+    code = (
+        "import os, sys\n"
+        "from offload.cli import main\n"
+        f"fd = os.open({str(tmp_path / 'fds')!r}, os.O_CREAT | os.O_RDWR)\n"
+        "assert fd <= 2, fd\n"  # which a file of a store would have been
+        "os.close(fd)\n"
+        "import offload.cli.app as app\n"
+        f"app.run = lambda _: os.open({str(tmp_path / 'fds')!r}, os.O_RDWR) <= 2\n"
+        "main()\n"
+    )
+
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=False
+    )
+
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_asks_for_a_stop_and_one_that_is_ignored_stays_so(number):
+    previous = signal.getsignal(number)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.signal_name == number.name
+        assert signal.getsignal(number) == previous
+        signal.signal(number, signal.SIG_IGN)
+        with StopRequest() as stop:
+            os.kill(os.getpid(), number)
+            assert not stop.is_set
+    finally:
+        signal.signal(number, previous)
