@@ -22,10 +22,12 @@ from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.graph_moments import Thread, this_thread
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
+from offload.streaming.torch_private import is_in_backward
 from offload.streaming.trace import NEVER, Access, AccessTrace
 from offload.streaming.unit import (
     CopyState,
@@ -75,6 +77,7 @@ class Residency:
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
+        self.threads: set[Thread] = set()  # that have made graphs, but for backward's
         self._slots = UnitSlots(
             units,
             pool=pool,
@@ -82,7 +85,7 @@ class Residency:
             next_use=self.trace.next_use,
             evict=self.evict,
         )
-        self._num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
+        self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
         self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
         self._tier = tier
@@ -220,6 +223,8 @@ class Residency:
                 "its slot, so only calls of the linear layer or the embedding that owns it can use "
                 f"it, in pieces; raise `tiers.{self._tier_name}.memory` so that it fits"
             )
+        if torch.is_grad_enabled() and not (is_backward or is_in_backward()):
+            self.threads.add(this_thread())
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
@@ -481,7 +486,7 @@ class Residency:
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(
-                no_slot_message(unit, self.units, self._num_slots, tier=self._tier_name)
+                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
             )
         return memory
 

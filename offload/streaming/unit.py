@@ -16,7 +16,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
-from offload.streaming.torch_private import next_node_number, num_references
+from offload.streaming.graph_moments import BEGINNING, Moment, this_moment
+from offload.streaming.torch_private import num_references
 
 
 class Transfer(Protocol):
@@ -96,10 +97,15 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """Which values of a parameter: by its counter, and by `Binding.values_since`."""
+    """Which values of a parameter: by its counter, and by how often others were seen.
+
+    Attributes:
+        since: When these were first seen.
+    """
 
     version: int
-    since: int
+    num_changes: int
+    since: Moment
 
 
 class Binding:
@@ -108,13 +114,14 @@ class Binding:
     Attributes:
         placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
         seen_version: The version counter when the bytes were last known to equal the store's.
-        values_since: What was the next number of a graph node when values were last seen to have
-            changed.
+        values_since: When values were last seen to have changed.
+        num_changes: How often they were.
     """
 
     __slots__ = (
         "name",
         "num_bytes",
+        "num_changes",
         "offset_bytes",
         "parameter",
         "placeholder",
@@ -131,7 +138,8 @@ class Binding:
         self.num_bytes = parameter.numel() * parameter.element_size()
         self.placeholder = placeholder_of(parameter, device=device)
         self.seen_version = parameter._version
-        self.values_since = 0
+        self.values_since = BEGINNING
+        self.num_changes = 0
 
     def attach(self, base: torch.Tensor) -> None:
         """Points the parameter at its bytes in the slot under `base`."""
@@ -146,12 +154,17 @@ class Binding:
     def see_change(self) -> None:
         """As `see_version`, of other values than before, whatever the counter says."""
         self.seen_version = self.parameter._version
-        self.values_since = next_node_number()
+        self.values_since = this_moment()
+        self.num_changes += 1
 
     @property
     def values(self) -> Values:
         """Which values the parameter has now, as far as that was seen."""
-        return Values(version=self.parameter._version, since=self.values_since)
+        return Values(
+            version=self.parameter._version,
+            num_changes=self.num_changes,
+            since=self.values_since,
+        )
 
     def values_in(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's values in the slot under `base`."""
