@@ -424,7 +424,7 @@ class SessionMachine(RuleBasedStateMachine):
         data=st.data(),
         policy=policies(),
         operation=st.sampled_from(["read", "write"]),
-        number=st.integers(0, 25),
+        number=st.integers(0, 25) | st.integers(0, 90),
         waits=st.booleans(),
         goes_on=st.booleans(),
     )
