@@ -85,7 +85,7 @@ class Residency:
             next_use=self.trace.next_use,
             evict=self.evict,
         )
-        self._num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
+        self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
         self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
         self._tier = tier
@@ -486,7 +486,7 @@ class Residency:
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(
-                no_slot_message(unit, self.units, self._num_slots, tier=self._tier_name)
+                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
             )
         return memory
 
