@@ -107,6 +107,10 @@ class DeferredUpdates:
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            thread.start()
+            self._thread = thread
         self.reads_gradients = True
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
@@ -134,9 +138,6 @@ class DeferredUpdates:
                 on_computed=self._on_computed,
             )
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
-            self._thread.start()
 
     def is_updated(self, unit: int) -> bool:
         """Tells whether no update of the unit's parameters is pending."""

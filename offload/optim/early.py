@@ -169,19 +169,23 @@ class EarlyUpdates:
     def _submit(self, index: int, updates: dict[str, ParameterUpdate]) -> None:
         if self._failure is not None or index in self._applied:
             return
-        with self._changed:
-            self._applied[index] = updates
-            self._in_flight.add(index)
-            self._updates.update(updates)
-            self._source.add(self._layout.records[index], index)
-        if self._job is None:
-            self._begin_job()
-        self._pipeline.wake()
+        try:
+            with self._changed:
+                self._applied[index] = updates
+                self._in_flight.add(index)
+                self._updates.update(updates)
+                self._source.add(self._layout.records[index], index)
+            if self._job is None:
+                self._begin_job()
+            self._pipeline.wake()
+        except BaseException:  # an interrupt: what nobody takes up would be waited for
+            self.drop()
+            raise
 
     def _begin_job(self) -> None:
         self._source.open()
         self._num_threads = torch.get_num_threads()
-        self._job = UpdateJob(
+        job = UpdateJob(
             source=self._source,
             touched=frozenset(),
             updates=self._updates,
@@ -191,17 +195,18 @@ class EarlyUpdates:
             on_updated=self._on_updated,
             is_staged=True,
         )
-        self._thread = threading.Thread(
-            target=self._run, args=(self._job,), name="offload-early-updates", daemon=True
+        thread = threading.Thread(
+            target=self._run, args=(job,), name="offload-early-updates", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._job, self._thread = job, thread
 
     def _end_job(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._source.close()
             self._pipeline.wake()
-            thread.join()
+            self._thread.join()
+            self._thread = None  # after the wait, which an interrupt may end
         self._job = None
         self._updates = {}
 

@@ -16,6 +16,7 @@ from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.prediction import Choices, Prediction
+from offload.plan.rhythm import Rhythm
 from offload.plan.storage import StoragePlan
 from offload.plan.tiles import Pieces, slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
@@ -48,6 +49,8 @@ class RunPlan:
     device: DevicePlan | None = None
     """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    """After what its steps begin, and what they read more then."""
     link: LinkTraffic | None = None
     """None on the unified `cpu` device."""
     policy: dict[str, str]
@@ -285,7 +288,7 @@ class RunPlan:
             "update_s": step.update_s if step else None,
             "exposed_io_s": step.exposed_io_s if step else None,
             "bound_s": found.bound_s,
-            "read_bytes_per_step": self.traffic.read_bytes,
+            "read_bytes_per_step": self.traffic.read_bytes + self.rhythm.mean_more_bytes(),
             "write_bytes_per_step": self.traffic.write_bytes,
             "rss_peak_bytes": found.rss_peak_bytes,
             "written_bytes_per_day": found.written_bytes_per_day,

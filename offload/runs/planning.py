@@ -1,7 +1,7 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
-import dataclasses
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from offload.config import Config
@@ -13,6 +13,7 @@ from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
+from offload.plan.rhythm import Before, Rhythm
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import (
     ModelBytes,
@@ -69,7 +70,8 @@ def plan_run(
     host = arrangement.host if config.offload else None
     uses = _uses(config, model, arrangement)
     reads = reads_of(uses, _num_slots(config, arrangement), tiled=discovered.wide)
-    handed = _handed_over(config, arrangement, uses)
+    usual = _usually_before(config)
+    handed = _handed_over(config, arrangement, uses, before=usual)
     spilled, memory = model.spilled_bytes(config), usable_memory()
     plan = RunPlan(
         layout=layout,
@@ -84,6 +86,7 @@ def plan_run(
         },
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host, reads=reads, handed_over=handed),
+        rhythm=_rhythm(config, arrangement, uses, usual=usual),
         link=_plan_link(config, layout, reads=reads),
         handed_over=handed,
         kept=frozenset(u.name for i, u in enumerate(layout.units) if not reads.backward[i]),
@@ -110,7 +113,7 @@ def plan_run(
     )
     if plan.fits:
         return plan
-    return dataclasses.replace(
+    return replace(
         plan,
         savings=tuple(possible_savings(config, model, plan, stored=stored, stores=stores)),
         smallest_anew_bytes=None
@@ -189,12 +192,39 @@ def _uses(config: Config, model: RehearsedModel, arrangement: Arrangement) -> Us
     return uses_by_modules(model.module, arrangement.discovered)
 
 
-def _handed_over(config: Config, arrangement: Arrangement, uses: Uses) -> frozenset[str]:
-    """Returns the subgroups that go from their update into a slot."""
+def _usually_before(config: Config) -> Before:
+    """Returns what every step begins after."""
+    if config.train.eval_every == 1:
+        return "validation"
+    is_each = 1 in (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    return "commit" if is_each else "step"
+
+
+def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Before) -> Rhythm:
+    """Returns what happens between the run's steps; what goes by the clock is not foreseen."""
+    commits = (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    rhythm = Rhythm(
+        validation=config.train.eval_every,
+        commits=tuple(every for every in commits if isinstance(every, int)),
+    )
+
+    def handed_bytes(before: Before) -> int:
+        names = _handed_over(config, arrangement, uses, before=before)
+        return handed_over_bytes(arrangement.layout, names)
+
+    kinds = rhythm.kinds
+    more = {kind: handed_bytes(usual) - handed_bytes(kind) for kind in kinds if len(kinds) > 1}
+    return replace(rhythm, more_read_bytes=more)
+
+
+def _handed_over(
+    config: Config, arrangement: Arrangement, uses: Uses, *, before: Before
+) -> frozenset[str]:
+    """Returns the subgroups that go from their update into a slot, in a step after `before`."""
     policy, host, layout = config.policy, arrangement.host, arrangement.layout
     if not config.offload or policy.parameters != "storage":
         return frozenset()
-    if config.train.eval_every == 1:  # the forward of a validation takes them
+    if before == "validation":  # its forward takes them
         return frozenset()
     return handed_over(
         layout,
@@ -203,7 +233,7 @@ def _handed_over(config: Config, arrangement: Arrangement, uses: Uses) -> frozen
         records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
         uses=uses,
         tiled=arrangement.discovered.wide_names,
-        is_finished_at_once=1 in (config.tiers.storage.commit_every, config.checkpoint.save_every),
+        is_finished_at_once=before == "commit",
     )
 
 

@@ -23,8 +23,9 @@ def close_parts(
     is_deleted = False
     try:
         if parts is not None:
-            parts.transfers.wait_all()
-            close_paths(parts.paths)
+            with contextlib.ExitStack() as stack:  # an interrupt of the wait too closes all files
+                stack.callback(close_paths, parts.paths)
+                parts.transfers.wait_all()
             if made is not None and not parts.versions.records():
                 is_deleted = delete_unused([path.root for path in parts.paths])
     finally:

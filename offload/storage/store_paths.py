@@ -1,5 +1,6 @@
 """The storage paths of one store: what each may hold, and whether it still takes new blocks."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -226,6 +227,7 @@ def open_paths(
 
 
 def close_paths(paths: Iterable[OpenPath]) -> None:
-    """Closes the data files."""
-    for path in paths:
-        path.data.close()
+    """Closes the data files, also the others where one gives an error."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.callback(path.data.close)

@@ -22,10 +22,12 @@ from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.graph_moments import Thread, this_thread
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
+from offload.streaming.torch_private import is_in_backward
 from offload.streaming.trace import NEVER, Access, AccessTrace
 from offload.streaming.unit import (
     CopyState,
@@ -75,6 +77,7 @@ class Residency:
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
+        self.threads: set[Thread] = set()  # that have made graphs, but for backward's
         self._slots = UnitSlots(
             units,
             pool=pool,
@@ -82,7 +85,7 @@ class Residency:
             next_use=self.trace.next_use,
             evict=self.evict,
         )
-        self._num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
+        self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
         self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
         self._tier = tier
@@ -220,6 +223,8 @@ class Residency:
                 "its slot, so only calls of the linear layer or the embedding that owns it can use "
                 f"it, in pieces; raise `tiers.{self._tier_name}.memory` so that it fits"
             )
+        if torch.is_grad_enabled() and not (is_backward or is_in_backward()):
+            self.threads.add(this_thread())
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
@@ -406,21 +411,22 @@ class Residency:
         edits = unit.edits()
         if not edits:
             return
-        if unit.is_wide:
-            self._tier.write_from(unit.layout, memory_of(unit.base))
-        else:
-            self._tier.write(unit.layout, unit.base)
+        with filling_slots():
+            if unit.is_wide:
+                self._tier.write_from(unit.layout, memory_of(unit.base))
+            else:
+                self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt
         unit.see_edits(edits)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
-        unit.move_to(CopyState.FETCHING)
-        unit.base = base
-        unit.was_used = unit.was_looked_at = False
-        unit.fetched_since_s = time.perf_counter()
-        from_update_bytes = self._tier.bytes_from_update(unit.layout)
-        unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
         try:
+            unit.move_to(CopyState.FETCHING)
+            unit.base = base
+            unit.was_used = unit.was_looked_at = False
+            unit.fetched_since_s = time.perf_counter()
+            from_update_bytes = self._tier.bytes_from_update(unit.layout)
+            unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
             del base
@@ -432,19 +438,14 @@ class Residency:
             self._wait(unit.transfers, "fetching a unit")
             # Where reading would wait for all that is computed, it is left to `evict_all`.
             require_untouched(unit.bindings, reads_values=not self._device.computes_later)
+            assert unit.base is not None
+            if unit.base.numel():
+                self._by_address[unit.base.data_ptr()] = unit
+            unit.show(is_hashed=self._device.is_unified)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        unit.transfers = []
-        unit.move_to(CopyState.CLEAN)
-        assert unit.base is not None
-        for binding in unit.bindings:
-            binding.attach(unit.base)
-        if self._device.is_unified:
-            unit.note_hashes()
-        if unit.base.numel():
-            self._by_address[unit.base.data_ptr()] = unit
 
     def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
         """Waits for transfers, and counts each wait as one for what it was for.
@@ -466,17 +467,16 @@ class Residency:
                 self._stalls.add(waits_for, cause, duration_s)
 
     def _drop(self, unit: StreamedUnit) -> None:
-        if unit.state is CopyState.CLEAN:
-            for binding in unit.bindings:
-                binding.detach()
-            if unit.base is not None and unit.base.numel():
-                self._by_address.pop(unit.base.data_ptr(), None)
-        unit.forget_kept()
-        unit.transfers = []
-        unit.base = None
-        unit.hashes = None
-        unit.is_updated = False
-        unit.move_to(CopyState.ABSENT)
+        try:
+            self._take_out(unit)
+        except BaseException:  # an interrupt: half a unit would be taken for a whole one
+            self._take_out(unit)
+            raise
+
+    def _take_out(self, unit: StreamedUnit) -> None:
+        if unit.base is not None and unit.base.numel():
+            self._by_address.pop(unit.base.data_ptr(), None)
+        unit.leave_slot()
 
     def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:
         memory = self._slots.try_take(num_bytes)
@@ -486,7 +486,7 @@ class Residency:
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
             raise BudgetError(
-                no_slot_message(unit, self.units, self._num_slots, tier=self._tier_name)
+                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
             )
         return memory
 

@@ -92,7 +92,11 @@ class StepUpdates:
                     "left it, found it clipped by a global norm or unscaled; set "
                     '`policy.overlap` to `"forward"` or `"none"`'
                 )
-        return early.take(updates, edited=edited)
+        try:
+            return early.take(updates, edited=edited)
+        except BaseException as error:  # some of it may be current already
+            self.failure = error
+            raise
 
     def run(
         self,
