@@ -42,6 +42,7 @@ class Output:
         """Whether `show` has printed a result."""
         self.shows_tracebacks = False
         """Whether `report` prints the traceback of every error, not only of those not expected."""
+        self._is_taken = True  # by standard output, what is written there
         self._stdout = stdout
         self._stderr = stderr
 
@@ -69,6 +70,7 @@ class Output:
         try:
             yield
         except OSError as error:
+            self._is_taken = False
             discard(self._stdout)
             raise StorageError(
                 "cannot print the result: expected standard output to take it, found "
@@ -90,10 +92,10 @@ class Output:
 
     def report_message(self, message: str, *, kind: str) -> None:
         """Prints the message of an error whose type is called `kind`."""
-        if self.as_json:
-            with contextlib.suppress(StorageError):  # standard output is gone: nobody to tell
+        if self.as_json and self._is_taken:
+            with contextlib.suppress(StorageError):
                 self.write_json({"error": {"type": kind, "message": message}})
-            return
+                return
         with contextlib.suppress(OSError):
             self._stderr.write(f"error: {message}\n")
             self._stderr.flush()

@@ -54,11 +54,12 @@ def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path, monkeypatch, capsy
         assert "Traceback" not in printed.err
 
 
-def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(monkeypatch, capsys, option):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
 
-        code = run(["config", "show"])
+        code = run(["config", "show", *option])
 
         assert code == 1
         assert capsys.readouterr().err == (
