@@ -7,7 +7,7 @@ was seen are modules and parameters: any cut of the model into units is looked u
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from offload.config import Config
-from offload.plan.uses import Uses
+from offload.plan.uses import CallEnd, Uses
 from offload.runs.model import build_meta_model
 from offload.runs.spilled import spilled_bytes
 from offload.streaming.discovery import DiscoveredModel
@@ -90,9 +90,10 @@ class RehearsedModel:
         """
         if self._forward is None or self._backward is None:
             return uses_by_modules(self.module, discovered)
+        forward = _calls_in(self._forward.events, discovered)
+        backward = _calls_in(self._backward, discovered)
         return Uses(
-            forward=_uses_in(self._forward.events, discovered),
-            backward=_uses_in(self._backward, discovered),
+            forward=tuple(forward.uses), backward=tuple(backward.uses), ends=tuple(forward.ends)
         )
 
     def spilled_bytes(self, config: Config) -> int | None:
@@ -132,14 +133,23 @@ class RehearsedModel:
 
 def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
     """Returns the uses of a model whose modules are called once each, in their order."""
-    forward: list[int] = []
+    calls = _Calls()
     backward: list[int] = []
-    for _, module in model.named_modules(remove_duplicate=False):
+
+    def walk(module: nn.Module) -> None:
         units = _units_of(module, discovered)
-        forward.extend(units)
+        calls.begin(units)
         if not isinstance(module, nn.Embedding):  # backward asks for none of its weights
             backward.extend(units)
-    return Uses(forward=tuple(forward), backward=tuple(reversed(backward)))
+        for child in module._modules.values():
+            if child is not None:
+                walk(child)
+        calls.end(units)
+
+    walk(model)
+    return Uses(
+        forward=tuple(calls.uses), backward=tuple(reversed(backward)), ends=tuple(calls.ends)
+    )
 
 
 @contextlib.contextmanager
@@ -201,34 +211,48 @@ class _Watch(TorchFunctionMode):
         self._events.append(_Event(kind=kind, subject=subject))
 
 
-def _uses_in(events: Sequence[_Event], discovered: DiscoveredModel) -> tuple[int, ...]:
+class _Calls:
+    """Uses of units, in order; inside a call that has a unit there is none of that unit."""
+
+    def __init__(self) -> None:
+        self.uses: list[int] = []
+        self.ends: list[CallEnd] = []
+        self._held: Counter[int] = Counter()
+
+    def begin(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self.use(unit)
+            self._held[unit] += 1
+
+    def end(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._held[unit] -= 1
+            if not self._held[unit]:
+                self.ends.append(CallEnd(unit=unit, num_before=len(self.uses)))
+
+    def use(self, unit: int) -> None:
+        if not self._held[unit]:
+            self.uses.append(unit)
+
+
+def _calls_in(events: Sequence[_Event], discovered: DiscoveredModel) -> _Calls:
     """Returns the units that a pass used, in order: a call holds those that it needs."""
     unit_of = {
         id(parameter): index
         for index, unit in enumerate(discovered.units)
         for parameter in unit.parameters.values()
     }
-    uses: list[int] = []
-    held: Counter[int] = Counter()
-
-    def use(index: int) -> None:
-        if not held[index]:
-            uses.append(index)
-
+    calls = _Calls()
     for event in events:
         if isinstance(event.subject, nn.Module):
             units = _units_of(event.subject, discovered)
-            for index in units if event.kind is _Kind.BEGUN else ():
-                use(index)
-                held[index] += 1
-            if event.kind is _Kind.ENDED:
-                held.subtract(units)
+            (calls.begin if event.kind is _Kind.BEGUN else calls.end)(units)
             continue
         index = unit_of[id(event.subject)]
         # Of what autograd asks for a run of one unit's weights is one use.
-        if event.kind is _Kind.GIVEN or uses[-1:] != [index]:
-            use(index)
-    return tuple(uses)
+        if event.kind is _Kind.GIVEN or calls.uses[-1:] != [index]:
+            calls.use(index)
+    return calls
 
 
 def _units_of(module: nn.Module, discovered: DiscoveredModel) -> tuple[int, ...]:

@@ -189,4 +189,4 @@ def sums_of(memory: torch.Tensor) -> torch.Tensor:
 def _weights(num_rows: int) -> torch.Tensor:
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(least, most, (num_rows,), generator=generator)
+    return torch.randint(least, most, (num_rows,), generator=generator, device="cpu")
