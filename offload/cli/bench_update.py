@@ -35,17 +35,31 @@ Directories = Annotated[
 HostMemory = Annotated[
     str, typer.Option(metavar="SIZE", help="For parameters, gradients, window and cache.")
 ]
-Codec = Annotated[str, typer.Option(help="split or fp32.")]
-Order = Annotated[str, typer.Option(help="Which record is updated next.")]
+Codec = Annotated[
+    str, typer.Option(help="split or fp32; a baseline has fp32, and the memory that this leaves.")
+]
+Order = Annotated[
+    str,
+    typer.Option(
+        help="Which record is updated next: sequential, alternating or resident. A baseline has "
+        "its own."
+    ),
+]
 Overlap = Annotated[
     str,
     typer.Option(
         help="What updates run under: none, or with --order resident forward, backward, both."
     ),
 ]
-Striping = Annotated[str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")]
+Striping = Annotated[
+    str,
+    typer.Option(help="adaptive, proportional, modulo[:a:b...] or single. A baseline has its own."),
+]
 Baseline = Annotated[
-    str, typer.Option(help="engine, or ours after others: deepspeed-like, mlp-like.")
+    str,
+    typer.Option(
+        help="engine, or ours after others: deepspeed-like (of the first path only), mlp-like."
+    ),
 ]
 ComputeS = Annotated[
     float, typer.Option(metavar="S", help="Seconds that stand for forward and backward.")

@@ -209,6 +209,8 @@ def test_what_backward_uses_twice_is_read_by_its_slots_whatever_the_distance(
     reads = [event for event in used if "fetch" in event]
     assert Counter(int(event.split()[1]) for event in reads) == expected
     assert harness.residency.trace.divergences == 0
+    if slots > 1 and distance > 0:  # what stays hinders no fetch ahead
+        assert not any(read.startswith("fetch") for read in reads)
 
 
 def test_a_layer_that_is_skipped_is_fetched_in_vain_once_and_the_trace_is_recorded_anew():

@@ -267,6 +267,9 @@ def test_a_wrong_key_names_the_file_and_the_key(tmp_path):
     message = str(caught.value)
     assert f"scenario `{file}`, key `machine.paths`: expected a list of 1 or more" in message
     assert "key `runs[0].speed`: expected a known key, found `runs[0].speed`; remove it" in message
+    file.write_text(file.read_text().replace("speed = 2", "cache_fraction = 2"))
+    with pytest.raises(ConfigError, match=r"cache_fraction`: expected 1 or less, found `2`"):
+        load_scenario(file)
     with pytest.raises(ConfigError, match="cannot read scenario"):
         load_scenario(tmp_path / "none.toml")
 
