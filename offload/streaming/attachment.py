@@ -150,6 +150,11 @@ class Attachment:
         )
         self.streamed.open()
 
+    def see_versions(self) -> None:
+        """Takes the version counters of absent parameters as seen: an update has moved them."""
+        if self.streamed is not None:
+            self.streamed.residency.see_versions()
+
     def give_slots_back(self) -> None:
         """Takes every unit that no call holds out of its slot."""
         assert self.residency is not None
@@ -160,7 +165,7 @@ class Attachment:
 
     def _limit_holes(self, num_bytes: int) -> None:
         """Keeps holes of the heap from filling what the budget leaves to libraries."""
-        if self._device.is_unified:  # else activations are not in the heap
+        if self._device.torch_device.type == "cpu":  # else activations are not in the heap
             self._holes.limit(num_bytes)
 
     def close(self) -> None:

@@ -1,6 +1,9 @@
-"""Names in messages."""
+"""Names in messages, and messages that are long."""
 
 from collections.abc import Sequence
+
+from offload.sizes import format_size
+from offload.streaming.unit import StreamedUnit
 
 _MOST_NAMES = 8
 
@@ -10,3 +13,18 @@ def listed(names: Sequence[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMES])
     left = len(names) - _MOST_NAMES
     return f"{shown} and {left} more" if left > 0 else shown
+
+
+def no_slot_message(
+    unit: StreamedUnit, units: Sequence[StreamedUnit], num_slots: int, tier: str
+) -> str:
+    """Says who has the slots of `tier`, of which there is none for `unit`."""
+    held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in units if u.num_holds)
+    kept = ", ".join(f"`{name}`" for u in units for name in u.kept_names)
+    return (
+        f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
+        f"{num_slots} slots are taken; held: {held or 'none'}; other slots are "
+        f"kept by {f'whoever keeps {kept}, or ' if kept else ''}tensors that still point into "
+        "them (views of parameters that were kept); "
+        f"drop those, or raise `tiers.{tier}.memory`"
+    )

@@ -17,10 +17,11 @@ import torch
 
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
-from offload.memory import Arena, Region, Slot, SlotPool, memory_of, storage_over
+from offload.memory import Arena, Slot, SlotPool, memory_of, storage_over
 from offload.optim.handover import HandedOver
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
@@ -132,8 +133,7 @@ class Residency:
         for unit in self.units:
             unit.num_holds = 0  # what a call that was interrupted left behind
         self.trace.begin(is_evaluation=is_evaluation)
-        goes_on = self.trace.is_in_forward
-        if not goes_on:
+        if not (goes_on := self.trace.is_in_forward):
             self._used_since_s = None
         staying = set(itertools.islice(self.trace.upcoming(), self._pool.num_slots))
         for unit in self.units:
@@ -157,8 +157,8 @@ class Residency:
         """
         if unit.kept_names:
             return
-        num_held = sum(other.num_holds > 0 for other in self.units)
-        if not self.trace.is_among_next(unit.index, self._pool.num_slots - num_held):
+        num_free = self._pool.num_slots - sum(other.num_holds > 0 for other in self.units)
+        if not self.trace.is_among_next(unit.index, num_free):
             self.evict(unit)
         self.prefetch()
 
@@ -348,10 +348,15 @@ class Residency:
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
-        if self._device.computes_later:
-            absent = (binding for unit in self.units for binding in unit.bindings)
-            require_untouched(absent, reads_values=True)
+        absent = (binding for unit in self.units for binding in unit.bindings)
+        require_untouched(absent, reads_values=self._device.computes_later)
         self._tier.settle()
+
+    def see_versions(self) -> None:
+        """Takes what parameters are now as what is stored; all are absent."""
+        for unit in self.units:
+            for binding in unit.bindings:
+                binding.see_version()
 
     def evict_unheld(self) -> None:
         """Takes every unit that nobody holds or keeps out of its slot."""
@@ -445,7 +450,8 @@ class Residency:
             memory = self._try_slot(num_bytes, needed_at=-1)
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
-            raise BudgetError(self._no_slot(unit))
+            num_slots, tier = self._pool.num_slots, self._tier_name
+            raise BudgetError(no_slot_message(unit, self.units, num_slots, tier))
         return memory
 
     def _try_slot(
@@ -464,8 +470,7 @@ class Residency:
         return self._over(slot, num_bytes)
 
     def _over(self, slot: Slot[Any], num_bytes: int) -> torch.Tensor:
-        pool = self._pool
-        memory: Region = slot.memory[:num_bytes]
+        pool, memory = self._pool, slot.memory[:num_bytes]
         return self._device.tensor_over(memory, on_death=lambda: pool.release(slot))
 
     def _farthest_next_use(self, keep: StreamedUnit | None) -> StreamedUnit | None:
@@ -481,17 +486,6 @@ class Residency:
             and unit.state is not CopyState.ABSENT
         ]
         return max(candidates, key=lambda u: self.trace.next_use(u.index), default=None)
-
-    def _no_slot(self, unit: StreamedUnit) -> str:
-        held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in self.units if u.num_holds)
-        kept = ", ".join(f"`{name}`" for u in self.units for name in u.kept_names)
-        return (
-            f"cannot fetch unit `{unit.name}` ({format_size(unit.layout.num_bytes)}): all "
-            f"{self._pool.num_slots} slots are taken; held: {held or 'none'}; other slots are "
-            f"kept by {f'whoever keeps {kept}, or ' if kept else ''}tensors that still point into "
-            "them (views of parameters that were kept); "
-            f"drop those, or raise `tiers.{self._tier_name}.memory`"
-        )
 
     @property
     def _tier_name(self) -> str:
