@@ -21,6 +21,7 @@ from offload.memory import Arena, Slot, SlotPool, memory_of, storage_over
 from offload.optim.handover import HandedOver
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.edit_watch import make_watch
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
 from offload.streaming.prefetch_distance import PrefetchDistance
@@ -75,6 +76,7 @@ class Residency:
         self.counters = ResidencyCounters()
         self._pool = pool
         self._device = CpuDevice() if device is None else device
+        self._watch = make_watch(len(units), self._device)
         self._tier = tier
         self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
@@ -130,6 +132,8 @@ class Residency:
         What is prefetched stays, and between two forwards what is among the next.
         """
         self._accessed.clear()
+        if is_evaluation:  # no step may follow
+            self._watch.raise_changed(self.units)
         for unit in self.units:
             unit.num_holds = 0  # what a call that was interrupted left behind
         self.trace.begin(is_evaluation=is_evaluation)
@@ -198,6 +202,8 @@ class Residency:
             self.prefetch()
             self._used_since_s = time.perf_counter()
         elif unit.hashes is None:  # who looks may write through `parameter.data`
+            self._watch.end(unit)
+            self._watch.begin(unit)
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
@@ -336,6 +342,7 @@ class Residency:
             wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
+            self._watch.end(unit)
         self._drop(unit)
         self.counters.evictions += 1
 
@@ -343,7 +350,7 @@ class Residency:
         """Takes every unit out of its slot; what they came from may change. None may be held.
 
         Raises:
-            StoreError: The user wrote to a parameter while it was absent.
+            StoreError: The user wrote to a parameter while it was absent, or in a way that is lost.
         """
         self._used_since_s = None
         for unit in self.units:
@@ -351,6 +358,7 @@ class Residency:
         absent = (binding for unit in self.units for binding in unit.bindings)
         require_untouched(absent, reads_values=self._device.computes_later)
         self._tier.settle()
+        self._watch.raise_changed(self.units)
 
     def see_versions(self) -> None:
         """Takes what parameters are now as what is stored; all are absent."""
@@ -377,6 +385,7 @@ class Residency:
             self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt
         unit.see_edits(edits)
+        self._watch.begin(unit)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         unit.move_to(CopyState.FETCHING)
@@ -406,8 +415,7 @@ class Residency:
         assert unit.base is not None
         for binding in unit.bindings:
             binding.attach(unit.base)
-        if self._device.is_unified:
-            unit.note_hashes()
+        self._watch.begin(unit)
         if unit.base.numel():
             self._by_address[unit.base.data_ptr()] = unit
 

@@ -175,8 +175,8 @@ class ResidentUnits:
     def _require_untouched(self, names: Collection[str], *, reads_values: bool) -> None:
         written = [
             name
-            for name, version in self._versions.items()
-            if name in names and self._parameters[name]._version != version
+            for name in names
+            if name in self._versions and self._parameters[name]._version != self._versions[name]
         ]
         if reads_values:
             written += find_written({name: self._placeholders[name] for name in names})
