@@ -37,7 +37,7 @@ def measure(paths, arguments, system):
             parameters=parameters,
             paths=[path.mount for path in paths],
             host_memory_bytes=memory_for(parameters, CACHED),
-            order="alternating",
+            order="alternating" if system != "deepspeed-like" else "sequential",
             baseline=system,
             steps=arguments.steps,
             machine=machine_of(paths),

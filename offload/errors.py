@@ -6,6 +6,7 @@ OffloadError
 ├── BudgetError        a tier's budget has no room for a lease (also MemoryError)
 ├── StorageError       a transfer or a file operation failed (also OSError)
 ├── StoreError         the store is not in the state that the call needs (also RuntimeError)
+├── ModelError         the user's model raised an exception, which is its cause (also RuntimeError)
 └── CorruptStateError  stored bytes differ from what was written (also OSError)
 
 Each message says what failed on which object, what was expected, what was found and what to do.
@@ -49,6 +50,10 @@ class StoreError(OffloadError, RuntimeError):
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
         super().__init__(message)
         self.is_refusal = is_refusal
+
+
+class ModelError(OffloadError, RuntimeError):
+    """The user's model, or what makes it, raised an exception in a run; that is its cause."""
 
 
 class CorruptStateError(OffloadError, OSError):

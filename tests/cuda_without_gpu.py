@@ -19,6 +19,8 @@ import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.streaming.placeholders import placeholder_of as plain_placeholder_of
+
 GRANULE = 64
 """Bytes that are looked at as one: what every parameter begins at a multiple of."""
 MEMORY_BYTES = 1 << 30
@@ -37,7 +39,35 @@ def pretend(monkeypatch, *, tells=True):
     monkeypatch.setattr("offload.devices.cuda.torch", _Torch(runtime))
     monkeypatch.setattr("offload.devices.cuda._cuda", runtime)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: runtime.record_stream(*args))
+    monkeypatch.setattr(torch.Tensor, "data", _data_of(runtime), raising=False)
+    placeholders = "offload.streaming.placeholders"
+    monkeypatch.setattr(f"{placeholders}.placeholder_of", _placeholders_of(runtime))
+    monkeypatch.setattr(f"{placeholders}.memory_of", lambda _: None)  # the device has to tell
     return runtime
+
+
+def _data_of(runtime):
+    """`Tensor.data` between devices: as there, the node that accumulates gradients is made anew."""
+    plain = torch._C.TensorBase.data
+
+    def move(tensor, values):
+        if tensor.requires_grad and runtime.has(tensor) != runtime.has(values):
+            plain.__set__(tensor, torch.empty(0, dtype=torch.float64))  # another type does it
+        plain.__set__(tensor, values)
+
+    return property(plain.__get__, move)
+
+
+def _placeholders_of(runtime):
+    """Placeholders where they are said to be, or where the parameter is."""
+
+    def placeholder_of(parameter, *, device=None):
+        made = plain_placeholder_of(parameter, device=device)
+        if made.numel() and (device is not None or runtime.has(parameter)):
+            runtime.track(made)
+        return made
+
+    return placeholder_of
 
 
 class Stream:
@@ -279,7 +309,7 @@ class Runtime:
         if func is aten.copy_.default and stream is not self._default and self._is_copy(*args[:2]):
             return self._copy(stream, func, args, kwargs)
         if not func.is_view:
-            used = [t for t in tree_leaves((args, kwargs)) if self._is_tracked(t)]
+            used = [t for t in tree_leaves((args, kwargs)) if self.has(t)]
             written = _written(func, args, kwargs)
             self.launch()
             with self.lock:
@@ -294,9 +324,9 @@ class Runtime:
         self.launch()
         with self.lock:
             number = self._begin()
-            is_in = self._is_tracked(into)
+            is_in = self.has(into)
             on_device, on_host = (into, source) if is_in else (source, into)
-            if not is_in and not self._is_tracked(source):
+            if not is_in and not self.has(source):
                 self.track(source)  # what was computed last may have written it
                 outer = self._local.outer
                 self._access(source, outer, outer.clock.get(outer, 0), writes=True)
@@ -351,9 +381,10 @@ class Runtime:
                         return
 
     def _is_copy(self, into, source):
-        return self._is_tracked(into) != self._is_tracked(source) or not self._is_tracked(into)
+        return self.has(into) != self.has(source) or not self.has(into)
 
-    def _is_tracked(self, value):
+    def has(self, value):
+        """Whether it is a tensor in the device's memory."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             return False
         if value.layout is not torch.strided or not value.numel():

@@ -1,5 +1,6 @@
 """Measures the update phase alone: state on storage, parameters and gradients in memory."""
 
+import logging
 import os
 import shutil
 import statistics
@@ -13,6 +14,8 @@ from typing import Any
 from offload.bench.update_baselines import RULES, BaselineUpdates
 from offload.bench.update_engine import EngineUpdates
 from offload.bench.update_options import (
+    DEFAULT_ORDER,
+    DEFAULT_STRIPING,
     PathBytes,
     UpdateOptions,
     Updates,
@@ -37,6 +40,7 @@ from offload.runs.result import ratio, typical_bytes
 from offload.sizes import MIB
 from offload.storage.engine import Engine
 
+_LOG = logging.getLogger("offload.bench")
 _NUM_WARM_UP_STEPS = 2
 """The first writes state that was zero, the second places it by what the paths deliver."""
 _DIRECTORY = "offload-bench-update"
@@ -99,6 +103,7 @@ def bench_update(
         PlanError: The host memory is too small, and the message names the smallest; or storage.
     """
     check_options(options)
+    _warn_of_ignored(options)
     if options.baseline == "deepspeed-like":
         options = replace(options, paths=options.paths[:1])
     check_room(options)
@@ -108,6 +113,23 @@ def bench_update(
     finally:
         for root in roots:
             shutil.rmtree(root, ignore_errors=True)
+
+
+def _warn_of_ignored(options: UpdateOptions) -> None:
+    """Says which options a baseline does not follow."""
+    rules = RULES.get(options.baseline)
+    if rules is None:
+        return
+    ignored = {
+        "--order": (options.order, DEFAULT_ORDER, rules.order),
+        "--striping": (options.striping, DEFAULT_STRIPING, f"turns of {rules.turns}"),
+    }
+    for name, (given, default, own) in ignored.items():
+        if given not in (default, own):
+            _LOG.warning(
+                "`%s` %s has no effect with `--baseline` %s, which has its own: %s",
+                *(name, given, options.baseline, own),
+            )
 
 
 class _Bench:

@@ -53,6 +53,11 @@ class BaselineRules:
     spills_gradients: bool
     keeps_records: bool
 
+    @property
+    def turns(self) -> str:
+        """The turns of the paths, for messages."""
+        return " : ".join(map(str, self.ratio))
+
 
 RULES = {
     "deepspeed-like": BaselineRules(

@@ -60,7 +60,9 @@ class EngineUpdates:
         self.commit_s: list[float] = []
         overlap = resolve_overlap(options.overlap)
         self._deferred = DeferredUpdates(overlap, StallAccount()) if overlap else None
-        self._early = EarlyUpdates() if options.overlap in ("backward", "both") else None
+        self._early = (
+            EarlyUpdates(StallAccount()) if options.overlap in ("backward", "both") else None
+        )
         # Of whole steps, as of when no update was pending last; None: updates run at once.
         self._moved_by_steps: list[PathBytes] | None = None
         self._hit_bytes_by_steps: int | None = None
@@ -124,14 +126,14 @@ class EngineUpdates:
             compute_s: Of both: a third is forward's.
         """
         units = range(len(self._layout.units))
-        waited_s = 0.0 if self._deferred is None else self._deferred.wait_s
+        waited_s = 0.0 if self._deferred is None else self._deferred.waits.wait_s
         for unit in units:
             if self._deferred is not None:
                 self._deferred.wait_for(unit)
             time.sleep(compute_s / 3 / len(units))
         if self._deferred is not None:
             self._deferred.finish()
-            waited_s = self._deferred.wait_s - waited_s
+            waited_s = self._deferred.waits.wait_s - waited_s
             self._moved_by_steps = self._moved()
             self._hit_bytes_by_steps = self._pipeline.cache_hit_bytes
         if self._early is not None:

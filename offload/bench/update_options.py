@@ -18,6 +18,8 @@ from offload.streaming.host_memory import HostMemory
 
 PARAMETER_ELEMENTS = 16 << 20
 """Of one made-up parameter, as large as a weight of a model of some billion parameters."""
+DEFAULT_ORDER = "sequential"
+DEFAULT_STRIPING = "adaptive"
 BASELINES = ("engine", "deepspeed-like", "mlp-like")
 
 
@@ -30,12 +32,12 @@ class UpdateOptions:
     host_memory_bytes: int
     """Of parameters and gradients (4 bytes for each parameter), window and cache."""
     codec: str = "split"
-    order: str = "sequential"
+    order: str = DEFAULT_ORDER
     overlap: str = "none"
     """What updates run under; any but `none` needs order `resident`. Gradients appear one unit
     after the other in the last two thirds of `compute_s`. Under backward the parameters, which stay
     in memory, are written in place: a run would keep the old ones until the step."""
-    striping: str = "adaptive"
+    striping: str = DEFAULT_STRIPING
     baseline: str = "engine"
     """`engine`, or one of the baselines, which have a codec, an order and a split of their own."""
     compute_s: float = 0.0
@@ -83,16 +85,7 @@ class Updates(Protocol):
 
 def check_options(options: UpdateOptions) -> None:
     """Raises ConfigError for an option that is wrong."""
-    if not options.paths:
-        raise ConfigError(
-            "cannot measure updates: expected at least one `--path`, found none; name a directory"
-        )
-    for path in options.paths:
-        if not path.is_dir():
-            raise ConfigError(
-                f"cannot measure updates on `{path}`: expected a directory, found "
-                f"{'a file' if path.exists() else 'nothing'}; make it or correct `--path`"
-            )
+    _check_paths(options.paths)
     for name in ("parameters", "steps"):
         if getattr(options, name) < 1:
             raise ConfigError(
@@ -132,6 +125,34 @@ def check_options(options: UpdateOptions) -> None:
     resolve_order(options.order)
     resolve_striping(options.striping)
     _check_overlap(options)
+    _check_ratio(options)
+
+
+def _check_paths(paths: Sequence[Path]) -> None:
+    if not paths:
+        raise ConfigError(
+            "cannot measure updates: expected at least one `--path`, found none; name a directory"
+        )
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"cannot measure updates on `{path}`: expected a directory, found "
+                f"{'a file' if path.exists() else 'nothing'}; make it or correct `--path`"
+            )
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ConfigError(
+            "cannot measure updates: expected each `--path` once, found "
+            f"{', '.join(f'`{path}`' for path in paths)}; name each path once"
+        )
+
+
+def _check_ratio(options: UpdateOptions) -> None:
+    _, *ratio = options.striping.split(":")
+    if ratio and options.baseline == "engine" and len(ratio) != len(options.paths):
+        raise ConfigError(
+            f"cannot measure updates with `--striping` {options.striping}: expected one number for "
+            f"each of {len(options.paths)} `--path`, found {len(ratio)}; change it"
+        )
 
 
 def _check_overlap(options: UpdateOptions) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from offload.bench.update_baselines import RULES
 from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
 from offload.errors import PlanError
+from offload.memory import usable_memory
 from offload.plan.host import HostPlan, plan_host
 from offload.plan.storage import StoragePath, usable_bytes
 from offload.policy import resolve_order
@@ -78,6 +79,12 @@ def check_room(options: UpdateOptions) -> None:
             f"({format_size(need.storage_bytes)}) for their state on storage, found {free} bytes "
             f"({format_size(free)}) free but for a margin; name more `--path` or lower "
             "`--parameters`"
+        )
+    usable = usable_memory()
+    if options.host_memory_bytes > usable.num_bytes:
+        raise PlanError(
+            f"{what}: expected `--host-memory` of no more than {usable.describe()}, found "
+            f"{format_size(options.host_memory_bytes)}; lower it well below that"
         )
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from offload.cli.bench_io import io
 from offload.cli.bench_optim import bench_optim
 from offload.cli.bench_update import update
+from offload.cli.options import Json
 from offload.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -49,6 +51,7 @@ bench_app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 bench_app.command()(update)
 app.command()(simulate)
+bench_app.command()(io)
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)
@@ -60,9 +63,6 @@ Overrides = Annotated[
 Store = Annotated[
     Path,
     typer.Argument(metavar="STORE", help="A run directory or a store directory."),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
 ]
 
 
@@ -115,6 +115,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _configure(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option(
@@ -125,10 +126,16 @@ def _configure(
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what is decided, not only warnings.")
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Log what is decided, not only warnings; show the traceback of an error.",
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models that are larger than memory, exactly."""
+    context.obj.shows_tracebacks = verbose
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         handlers=[StandardErrorHandler()],
@@ -293,79 +300,6 @@ def doctor(
     _output(context, as_json).show(report, render_doctor)
     if not report.ok:
         raise typer.Exit(EXIT_FAILED)
-
-
-@bench_app.command()
-def io(
-    context: typer.Context,
-    paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="PATH...", help="Directories on the drives.", show_default=False),
-    ],
-    size: Annotated[
-        str, typer.Option(help="Of the file on each path, which has no name and leaves no trace.")
-    ] = "1GiB",
-    rw: Annotated[
-        str, typer.Option(help="Of write (with fsync), read and rw (half of each).")
-    ] = "write,read,rw",
-    bs: Annotated[
-        str | None, typer.Option(help="Block size; several are swept, as 128KiB,1MiB.")
-    ] = None,
-    iodepth: Annotated[
-        str | None, typer.Option(help="Blocks in flight; several are swept, as 1,16.")
-    ] = None,
-    ioengine: Annotated[
-        str, typer.Option(help="io_uring, libaio, threads, aiofiles; auto is the first there is.")
-    ] = "auto",
-    buffered: Annotated[
-        bool, typer.Option("--buffered", help="Go through the page cache, not O_DIRECT.")
-    ] = False,
-    runs: Annotated[int, typer.Option(help="Of which the median is taken.")] = 3,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="Find the best settings of each path; write them to --machine."
-        ),
-    ] = False,
-    machine: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The profile. [default: ~/.config/offload/machine.toml]"),
-    ] = None,
-    sustained: Annotated[
-        bool, typer.Option("--sustained", help="Also write on until the rate is steady.")
-    ] = False,
-    max_bytes: Annotated[
-        str, typer.Option(help="Written per path at most with --sustained.")
-    ] = "32GiB",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write charts to this .svg file.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure how fast paths are written and read, alone and together."""
-    from offload.bench.io_command import IoFiles, bench_io
-    from offload.bench.io_options import parse_options
-
-    output = _output(context, as_json)
-    options = parse_options(
-        paths,
-        size=size,
-        rw=rw,
-        bs=bs,
-        iodepth=iodepth,
-        ioengine=ioengine,
-        buffered=buffered,
-        runs=runs,
-        tune=tune,
-        sustained=sustained,
-        max_bytes=max_bytes,
-    )
-
-    from offload.cli.bench_tables import LiveLine, render_io
-
-    with LiveLine(sys.stderr) as live:
-        report = bench_io(options, files=IoFiles(machine=machine, plot=plot), on_progress=live)
-    output.show(report, render_io)
 
 
 @config_app.command()

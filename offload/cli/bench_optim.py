@@ -1,10 +1,10 @@
 """`offload bench optim`: its options and its tables."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli.options import Json, Machine, Plot
 from offload.cli.output import Output
 
 if TYPE_CHECKING:
@@ -13,42 +13,42 @@ if TYPE_CHECKING:
     from offload.bench.optim import OptimReport
 
 
+Parameters = Annotated[str, typer.Option(help="How many; about 50 bytes of memory each.")]
+Threads = Annotated[
+    list[int] | None, typer.Option(help="Repeat it for several. [default: usable CPUs]")
+]
+Optimizers = Annotated[
+    list[str] | None,
+    typer.Option(help="adamw, adam, lion, sgd, momentum, adagrad. [default: adamw]"),
+]
+Codecs = Annotated[list[str] | None, typer.Option(help="split, fp32. [default: both]")]
+ParameterDtype = Annotated[str, typer.Option(help="bfloat16, float16, float32.")]
+GradientDtypes = Annotated[
+    list[str] | None,
+    typer.Option(help="bfloat16, float16, float32. [default: bfloat16]"),
+]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(help="avx512, avx2, neon, scalar, torch, all. [default: the best here]"),
+]
+Rounds = Annotated[int, typer.Option(help="Of which the median is taken.")]
+Tune = Annotated[bool, typer.Option("--tune", help="Write the rates to --machine, for plans.")]
+
+
 def bench_optim(
     context: typer.Context,
-    parameters: Annotated[
-        str, typer.Option(help="How many; about 50 bytes of memory each.")
-    ] = "50e6",
-    threads: Annotated[
-        list[int] | None, typer.Option(help="Repeat it for several. [default: usable CPUs]")
-    ] = None,
-    optimizer: Annotated[
-        list[str] | None,
-        typer.Option(help="adamw, adam, lion, sgd, momentum, adagrad. [default: adamw]"),
-    ] = None,
-    codec: Annotated[list[str] | None, typer.Option(help="split, fp32. [default: both]")] = None,
-    parameter_dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
-    gradient_dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="bfloat16, float16, float32. [default: bfloat16]"),
-    ] = None,
-    isa: Annotated[
-        list[str] | None,
-        typer.Option(help="avx512, avx2, neon, scalar, torch, all. [default: the best here]"),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Of which the median is taken.")] = 7,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Write the rates to --machine, for plans.")
-    ] = False,
-    machine: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The profile. [default: ~/.config/offload/machine.toml]"),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write charts to this .svg file.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
-    ] = False,
+    parameters: Parameters = "50e6",
+    threads: Threads = None,
+    optimizer: Optimizers = None,
+    codec: Codecs = None,
+    parameter_dtype: ParameterDtype = "bfloat16",
+    gradient_dtype: GradientDtypes = None,
+    isa: Kernels = None,
+    rounds: Rounds = 7,
+    tune: Tune = False,
+    machine: Machine = None,
+    plot: Plot = None,
+    as_json: Json = False,
 ) -> None:
     """Measure the optimizer kernels beside a copy of memory, and beside torch's."""
     from offload.bench.machine_file import profile_to_write, write_kernels

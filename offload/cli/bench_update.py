@@ -8,11 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.cli.figures import format_figure
+from offload.cli.options import Json
 from offload.cli.output import Output, Result
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
-]
 _FIGURES = (
     ("update", "update_s"),
     ("    its bound", "update_bound_s"),
@@ -30,37 +28,59 @@ _FIGURES = (
 )
 
 
+Parameters = Annotated[str, typer.Option(metavar="N", help="Number of parameters, such as 1e8.")]
+Directories = Annotated[
+    list[Path], typer.Option(metavar="DIR", help="A directory on a drive; once for each.")
+]
+HostMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="For parameters, gradients, window and cache.")
+]
+Codec = Annotated[
+    str, typer.Option(help="split or fp32; a baseline has fp32, and the memory that this leaves.")
+]
+Order = Annotated[
+    str,
+    typer.Option(
+        help="Which record is updated next: sequential, alternating or resident. A baseline has "
+        "its own."
+    ),
+]
+Overlap = Annotated[
+    str,
+    typer.Option(
+        help="What updates run under: none, or with --order resident forward, backward, both."
+    ),
+]
+Striping = Annotated[
+    str,
+    typer.Option(help="adaptive, proportional, modulo[:a:b...] or single. A baseline has its own."),
+]
+Baseline = Annotated[
+    str,
+    typer.Option(
+        help="engine, or ours after others: deepspeed-like (of the first path only), mlp-like."
+    ),
+]
+ComputeS = Annotated[
+    float, typer.Option(metavar="S", help="Seconds that stand for forward and backward.")
+]
+Steps = Annotated[int, typer.Option(help="Measured, after two that are not.")]
+CommitEvery = Annotated[int, typer.Option(help="Steps between commits; 0: none.")]
+
+
 def update(
     context: typer.Context,
-    parameters: Annotated[
-        str, typer.Option(metavar="N", help="Number of parameters, such as 1e8.")
-    ],
-    path: Annotated[
-        list[Path], typer.Option(metavar="DIR", help="A directory on a drive; once for each.")
-    ],
-    host_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For parameters, gradients, window and cache.")
-    ],
-    codec: Annotated[str, typer.Option(help="split or fp32.")] = "split",
-    order: Annotated[str, typer.Option(help="Which record is updated next.")] = "sequential",
-    overlap: Annotated[
-        str,
-        typer.Option(
-            help="What updates run under: none, or with --order resident forward, backward, both."
-        ),
-    ] = "none",
-    striping: Annotated[
-        str, typer.Option(help="adaptive, proportional, modulo[:a:b...] or single.")
-    ] = "adaptive",
-    baseline: Annotated[
-        str,
-        typer.Option(help="engine, or ours after others: deepspeed-like, mlp-like."),
-    ] = "engine",
-    compute_s: Annotated[
-        float, typer.Option(metavar="S", help="Seconds that stand for forward and backward.")
-    ] = 0.0,
-    steps: Annotated[int, typer.Option(help="Measured, after two that are not.")] = 5,
-    commit_every: Annotated[int, typer.Option(help="Steps between commits; 0: none.")] = 0,
+    parameters: Parameters,
+    path: Directories,
+    host_memory: HostMemory,
+    codec: Codec = "split",
+    order: Order = "sequential",
+    overlap: Overlap = "none",
+    striping: Striping = "adaptive",
+    baseline: Baseline = "engine",
+    compute_s: ComputeS = 0.0,
+    steps: Steps = 5,
+    commit_every: CommitEvery = 0,
     as_json: Json = False,
 ) -> None:
     """Measure the update phase with the state on storage."""

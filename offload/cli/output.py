@@ -38,6 +38,8 @@ class Output:
         self.as_json = as_json
         self.has_result = False
         """Whether `show` has printed a result."""
+        self.shows_tracebacks = False
+        """Whether `report` prints the traceback of every error, not only of those not expected."""
         self._stdout = stdout
         self._stderr = stderr
 
@@ -65,7 +67,7 @@ class Output:
 
     def report(self, error: Exception) -> int:
         """Prints `error` and returns the exit code that it stands for."""
-        if not isinstance(error, OffloadError):
+        if self.shows_tracebacks or not isinstance(error, OffloadError):
             traceback.print_exception(error, file=self._stderr)
         self.report_message(str(error) or "no message", kind=type(error).__name__)
         return EXIT_WRONG_USE if _is_refusal(error) else EXIT_FAILED

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.cli.figures import NONE, format_figure
+from offload.cli.options import Json
 from offload.cli.output import EXIT_FAILED, Output, Result
 
 
@@ -19,9 +20,7 @@ def simulate(
             metavar="SCENARIO.toml", help="Machines and the runs on them.", show_default=False
         ),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Simulate runs on machines that are not here."""
     output: Output = context.obj

@@ -10,6 +10,9 @@ from offload.cli.figures import NONE, format_figure
 from offload.cli.output import Result
 from offload.sizes import format_size
 
+Rows = list[tuple[str, str]]
+"""Labels and texts, one below the other."""
+
 _NUM_STALLS = 4
 _LEAST_STALL_S = 0.01
 _RUN_FIGURES = (
@@ -87,6 +90,11 @@ def render_plan(console: Console, result: Result) -> None:
             format_figure("planned_bytes", tier["planned_bytes"]),
         )
     _print_table(console, "plan", table)
+    rows = _fit_rows(values) + _room_rows(values) + _choice_rows(values) + _predicted_rows(values)
+    _print_facts(console, "run", rows)
+
+
+def _fit_rows(values: dict[str, Any]) -> Rows:
     rows = [("fits", "yes" if values["fits"] else "no")]
     rows += [
         (f"store, {key.replace('_', ' ')}", format_figure(key, found))
@@ -95,17 +103,17 @@ def render_plan(console: Console, result: Result) -> None:
     rows += [("reason", reason) for reason in values["reasons"]]
     if values.get("drive_steps") is not None:
         rows.append(("a drive lasts, steps", format_figure("steps", values["drive_steps"])))
-    rows += [
-        (key, format_figure(key, found))
-        for key, found in (values.get("commits") or {}).items()
-        if found is not None
-    ]
+    rows += _figure_rows(values.get("commits") or {})
     rows += [
         (f"in pieces: {each['parameter']}", _describe_pieces(each))
         for each in values.get("in_pieces", [])
     ]
-    rows += [("warning", warning) for warning in values.get("warnings", [])]
-    rows += [
+    return rows + [("warning", warning) for warning in values.get("warnings", [])]
+
+
+def _room_rows(values: dict[str, Any]) -> Rows:
+    """Returns the least memory, and what would be given up for less."""
+    rows = [
         (f"smallest {key.replace('_', ' ')}", format_figure("smallest_bytes", found))
         for key, found in values["smallest"].items()
     ]
@@ -119,26 +127,33 @@ def render_plan(console: Console, result: Result) -> None:
     ]
     if values.get("give_up_note"):
         rows.append(("what else would help", values["give_up_note"]))
-    rows += [(key, format_figure(key, found)) for key, found in values["policy"].items()]
+    return rows
+
+
+def _choice_rows(values: dict[str, Any]) -> Rows:
+    rows = [(key, format_figure(key, found)) for key, found in values["policy"].items()]
     rows += [
         (each["choice"], f"{each['value']}: {each['why']}") for each in values.get("choices", [])
     ]
     if values.get("suggested"):
         rows.append(("faster by this plan", values["suggested"]["why"]))
-    rows += [
+    return rows
+
+
+def _predicted_rows(values: dict[str, Any]) -> Rows:
+    rows = [
         ("outside budgets", f"{each['what']}: {format_figure('num_bytes', each['num_bytes'])}")
         for each in values.get("not_covered", [])
     ]
-    rows += [
-        (key, format_figure(key, found))
-        for key, found in values["predicted"].items()
-        if found is not None
-    ]
-    rows += [
+    rows += _figure_rows(values["predicted"])
+    return rows + [
         (f"link {key}", format_figure(key, found))
         for key, found in (values.get("link") or {}).items()
     ]
-    _print_facts(console, "run", rows)
+
+
+def _figure_rows(figures: dict[str, Any]) -> Rows:
+    return [(key, format_figure(key, found)) for key, found in figures.items() if found is not None]
 
 
 def _describe_pieces(piece: dict[str, Any]) -> str:

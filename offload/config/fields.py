@@ -123,6 +123,5 @@ DeviceKind = Literal["cpu", "cuda", "emulated"]
 Overlap = Literal["none", "forward", "backward", "both"]
 OrderName = Literal["sequential", "alternating", "resident"]
 OptimizerName = Literal["adamw", "adam", "adagrad", "lion", "sgd", "muon"]
-StripingName = Annotated[
-    str, Field(pattern=r"^(adaptive|proportional|single|modulo(:[1-9]\d{0,5})*)$")
-]
+STRIPING_PATTERN = r"^(adaptive|proportional|single|modulo(:[1-9]\d{0,5})*)$"
+StripingName = Annotated[str, Field(pattern=STRIPING_PATTERN)]

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from offload.config.fields import STRIPING_PATTERN
 from offload.config.schema import Config
 from offload.config.supported import Problem
 
@@ -116,6 +117,10 @@ def _expected(details: ErrorDetails) -> str:
             return f"{context['ge']} or more"
         case "less_than":
             return f"less than {context['lt']}"
+        case "less_than_equal":
+            return f"{context['le']} or less"
+        case "string_pattern_mismatch" if context["pattern"] == STRIPING_PATTERN:
+            return "`adaptive`, `proportional`, `single`, `modulo` or a ratio as `modulo:2:1`"
         case "too_long":
             return f"a list of {context['max_length']} values"
         case "too_short":

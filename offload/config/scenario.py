@@ -33,8 +33,14 @@ def _as_tuple(value: object) -> object:
 
 Rate = Annotated[float, BeforeValidator(_as_float), Field(gt=0)]
 """Something per second."""
+Number = Annotated[float, BeforeValidator(_as_float), Field(ge=1, le=1e16)]
+"""Of parameters."""
 Share = Annotated[float, BeforeValidator(_as_float), Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+SUBGROUP_PARAMETERS = 100_000_000
+"""Of a baseline's subgroups by default, as DeepSpeed's example configurations set it."""
+_MOST_RECORDS = 100_000
+"""Of a simulated model: a step of more would take minutes to simulate."""
 
 
 class ScenarioPath(Section):
@@ -82,7 +88,7 @@ class ScenarioFit(Section):
     """The name of the run."""
     update_s: Rate
     """Its measured update."""
-    paths: Names
+    paths: Annotated[Names, Field(min_length=1)]
     """Which rates are scaled, all by one factor."""
 
 
@@ -94,13 +100,35 @@ class ScenarioPolicy(Section):
     codec: Literal["split", "fp32"] = "split"
     """How the state is encoded."""
     order: OrderName = "alternating"
-    """Which record is updated next."""
+    """Which record is updated next; by default `"resident"` with an overlap."""
     overlap: Overlap = "none"
     """What updates run under."""
     striping: StripingName = "adaptive"
     """How blocks are spread over paths."""
     prefetch: CountOrZero = 2
     """Units fetched ahead of use."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_order(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("overlap", "none") != "none":
+            return {"order": "resident", **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raises ValueError for what a run of the engine refuses."""
+        if self.overlap != "none" and self.order != "resident":
+            raise ValueError(
+                f"expected `order` `resident` with `overlap` `{self.overlap}`, as the order is "
+                f"then the pass's own, found `{self.order}`"
+            )
+        if self.overlap in ("backward", "both") and self.parameters != "storage":
+            raise ValueError(
+                f"expected `parameters` `storage` with `overlap` `{self.overlap}`, as new values "
+                f"wait there for the step, found `{self.parameters}`"
+            )
+        return self
 
 
 class ScenarioRun(Section):
@@ -110,7 +138,7 @@ class ScenarioRun(Section):
     """For the table; the fit refers to it."""
     system: System = "engine"
     """`"engine"`, or a baseline: what moves there is described in the documentation."""
-    parameters: Rate
+    parameters: Number
     """Trainable bf16 parameters of each node's share of the model."""
     layers: Annotated[int, Field(gt=0, le=100_000)] = 32
     """Decoder blocks, all alike."""
@@ -130,7 +158,7 @@ class ScenarioRun(Section):
     """Instead of a budget: the fraction of the state that stays in memory."""
     cache_memory: Size | None = None
     """Instead of a budget: bytes of state that stay in memory."""
-    subgroup_parameters: Rate | None = None
+    subgroup_parameters: Number | None = None
     """Of one record; None: 100 million for a baseline, the engine's own for the engine."""
     policy: ScenarioPolicy = ScenarioPolicy()
     """Of the engine."""
@@ -148,7 +176,46 @@ class ScenarioRun(Section):
         ]
         if len(given) > 1:
             raise ValueError(f"expected one of {', '.join(given)}, found all of them")
+        if len(set(self.paths)) != len(self.paths):
+            raise ValueError(f"expected each of `paths` once, found {list(self.paths)}")
+        if self.like == self.name:
+            raise ValueError("expected `like` to name another run, found this one")
+        if self.system != "engine" and "policy" in self.model_fields_set:
+            raise ValueError(f"expected no `policy` of system `{self.system}`, which has its own")
+        self._check_cache([key for key in given if key != "host_budget"])
+        self._check_records()
         return self
+
+    def _check_cache(self, given: list[str]) -> None:
+        keeps_none = self.system == "engine" and self.policy.order == "sequential"
+        if given and (keeps_none or self.system == "deepspeed-like"):
+            found = "order `sequential`" if keeps_none else f"system `{self.system}`"
+            raise ValueError(f"expected no `{given[0]}` with {found}, which finds nothing in it")
+
+    def _check_records(self) -> None:
+        subgroup = self.subgroup_parameters
+        if subgroup is None and self.system != "engine":
+            subgroup = SUBGROUP_PARAMETERS
+        if subgroup is not None and self.parameters > subgroup * _MOST_RECORDS:
+            raise ValueError(
+                f"expected at most {_MOST_RECORDS} subgroups, found "
+                f"{self.parameters / subgroup:.3g}; raise `subgroup_parameters`"
+            )
+
+    def _check_paths(self, machine_paths: tuple[str, ...]) -> None:
+        """Raises ValueError where as many paths are not what the run can use."""
+        count = len(self.paths or machine_paths)
+        _, *ratio = self.policy.striping.split(":")
+        if ratio and len(ratio) != count:
+            raise ValueError(
+                f"`runs.{self.name}.policy.striping`: expected one number for each of {count} "
+                f"paths, found `{self.policy.striping}`"
+            )
+        if self.system == "mlp-like" and count > 2:
+            raise ValueError(
+                f"`runs.{self.name}.paths`: expected one or two for system `mlp-like`, which "
+                f"splits 2 : 1, found {count}"
+            )
 
 
 class Scenario(Section):
@@ -167,7 +234,10 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        known = {path.name for path in self.machine.paths}
+        path_names = tuple(path.name for path in self.machine.paths)
+        known = set(path_names)
+        if len(known) != len(path_names):
+            raise ValueError("expected each of `machine.paths` to have a name of its own")
         names = [run.name for run in self.runs]
         wanted = [(f"runs.{run.name}.paths", path) for run in self.runs for path in run.paths]
         wanted += [("fit.paths", path) for path in (self.fit.paths if self.fit else ())]
@@ -179,7 +249,19 @@ class Scenario(Section):
         for name in [self.fit.run if self.fit else None, *(run.like for run in self.runs)]:
             if name is not None and name not in names:
                 raise ValueError(f"expected a run named `{name}`, found {names}")
+        for run in self.runs:
+            run._check_paths(path_names)
+            if self.fit and run.name == self.fit.run:
+                self._check_fit(self.fit, run)
         return self
+
+    def _check_fit(self, fit: ScenarioFit, run: ScenarioRun) -> None:
+        """Raises ValueError where the run that is fitted uses none of the paths that are."""
+        if run.paths and not set(run.paths) & set(fit.paths):
+            raise ValueError(
+                f"`fit.paths`: expected one that run `{run.name}` uses, {list(run.paths)}, found "
+                f"{list(fit.paths)}"
+            )
 
 
 def load_scenario(path: str | Path) -> Scenario:

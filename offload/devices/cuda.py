@@ -7,7 +7,8 @@ notes what orders it; `scripts/gpu_check.sh` runs it on a GPU.
 Copies in are in one stream, copies out in another, and models compute in those of their threads. A
 copy in waits for events of every stream in which the former bytes were in use: that of the thread
 which made the storage, those that waited for its copy, and that of the thread which dropped it. A
-copy out waits for the stream of the thread that asks for it.
+copy out waits for the stream of the thread that asks for it. What is in a slot may be used in the
+stream that waited for its copy, and in those that wait for that one.
 """
 
 import bisect

@@ -1,10 +1,11 @@
-"""Host memory: arenas, slot pools, hard budgets, and storages that give their slots back."""
+"""Host memory: what there is, arenas, slot pools, hard budgets, storages that give slots back."""
 
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget
 from offload.memory.heap import HeapHoles, large_blocks_mapped, trim_heap
 from offload.memory.pool import Region, Slot, SlotPool
 from offload.memory.storages import address_of, memory_of, storage_over, view_as
+from offload.memory.usable import usable_memory
 
 __all__ = [
     "Arena",
@@ -18,5 +19,6 @@ __all__ = [
     "memory_of",
     "storage_over",
     "trim_heap",
+    "usable_memory",
     "view_as",
 ]

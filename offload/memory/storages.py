@@ -23,7 +23,7 @@ def storage_over(memory: memoryview, *, on_death: Callable[[], None] | None = No
     if len(memory) == 0:
         if on_death is not None:
             on_death()
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner = np.frombuffer(memory, dtype=np.uint8)
     if on_death is not None:
         finalizer = weakref.finalize(owner, on_death)

@@ -19,8 +19,9 @@ from offload.optim.handover import HandedOver, Handovers
 from offload.optim.model_state import ParameterUpdate
 from offload.optim.pending_records import PendingRecords
 from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.update_waits import UpdateWaits
 from offload.policy import Overlap
-from offload.storage.stalls import KERNEL, StallAccount
+from offload.storage.stalls import StallAccount
 
 _CAUSE = "a unit whose update is pending"
 
@@ -32,8 +33,7 @@ class DeferredUpdates:
         reads_gradients: Whether the accumulators were not written since `start`. Set to False by
             who writes them.
         was_raised: Whether the caller knows of the failure.
-        wait_s: Time for which the caller's thread waited for updates.
-        io_wait_s: The part of it in which the updates waited for storage.
+        waits: How long the caller's thread waited for updates.
 
     Concurrency: The thread that runs the model calls, autograd's in backward included; others may
         wait too, without asking and uncounted. Callbacks run in the updates' thread or the one that
@@ -43,10 +43,8 @@ class DeferredUpdates:
     def __init__(self, policy: Overlap, stalls: StallAccount) -> None:
         self.reads_gradients = False
         self.was_raised = False
-        self.wait_s = 0.0
-        self.io_wait_s = 0.0
+        self.waits = UpdateWaits(stalls, cause=_CAUSE)
         self._policy = policy
-        self._stalls = stalls
         self._pipeline: UpdatePipeline
         self._records: Sequence[Record] = ()
         self._units: list[tuple[int, ...]] = []
@@ -109,6 +107,10 @@ class DeferredUpdates:
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            thread.start()
+            self._thread = thread
         self.reads_gradients = True
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
@@ -136,9 +138,6 @@ class DeferredUpdates:
                 on_computed=self._on_computed,
             )
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
-            self._thread.start()
 
     def is_updated(self, unit: int) -> bool:
         """Tells whether no update of the unit's parameters is pending."""
@@ -272,15 +271,7 @@ class DeferredUpdates:
             self.raise_failure()
         if not is_counted:
             return 0.0
-        waited_s = time.perf_counter() - started_s
-        io_s = min(max(self._pipeline.io_wait_s - io_before_s, 0.0), waited_s)
-        self.wait_s += waited_s
-        self.io_wait_s += io_s
-        if io_s:
-            self._stalls.add(self._pipeline.waits_for, _CAUSE, io_s)
-        if waited_s > io_s:
-            self._stalls.add(KERNEL, _CAUSE, waited_s - io_s)
-        return waited_s
+        return self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
 
     # In the thread of the updates.
 

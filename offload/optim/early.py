@@ -7,7 +7,9 @@ current in no time, or they are given up. A record that stays in memory is updat
 has no second slot, and nothing of its state moves.
 """
 
+import functools
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -15,8 +17,11 @@ import torch
 from offload.layout import ModelLayout, Record
 from offload.optim.model_state import ParameterUpdate, parameter_key, state_key
 from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
+
+_CAUSE = "updates that began under backward"
 
 UpdateOf = Callable[[str], ParameterUpdate | None]
 """Gives what the next step would apply to a parameter; None where it has no gradient."""
@@ -25,10 +30,14 @@ UpdateOf = Callable[[str], ParameterUpdate | None]
 class EarlyUpdates:
     """Updates records as their gradients become complete. See [Note: staged versions].
 
+    Attributes:
+        waits: How long the caller's thread waited for updates.
+
     Concurrency: The thread that runs the model calls; updates run in one of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stalls: StallAccount) -> None:
+        self.waits = UpdateWaits(stalls, cause=_CAUSE)
         self._layout: ModelLayout
         self._pipeline: UpdatePipeline
         self._store: BlockStore
@@ -100,7 +109,9 @@ class EarlyUpdates:
         for index in self._records_of.get(name, ()):
             self._arrived.get(index, set()).discard(name)
             if index in self._applied:
-                self._wait(index)
+                self._wait(functools.partial(self._is_over, index))
+                if self._failure is not None:
+                    raise self._failure
                 self._drop(index)
 
     def finish(self) -> None:
@@ -109,8 +120,7 @@ class EarlyUpdates:
         Raises:
             StorageError, CorruptStateError: One failed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight or self._failure is not None)
+        self._wait(lambda: not self._in_flight)
         self._end_job()
         if self._failure is not None:
             raise self._failure
@@ -147,6 +157,7 @@ class EarlyUpdates:
         self._end_job()
         for index in list(self._applied):
             self._drop(index)
+        self._source.clear()  # what a failure left there has no update any more
         self._arrived.clear()
         self._in_flight.clear()
         self._failure = None
@@ -158,19 +169,23 @@ class EarlyUpdates:
     def _submit(self, index: int, updates: dict[str, ParameterUpdate]) -> None:
         if self._failure is not None or index in self._applied:
             return
-        with self._changed:
-            self._applied[index] = updates
-            self._in_flight.add(index)
-            self._updates.update(updates)
-            self._source.add(self._layout.records[index], index)
-        if self._job is None:
-            self._begin_job()
-        self._pipeline.wake()
+        try:
+            with self._changed:
+                self._applied[index] = updates
+                self._in_flight.add(index)
+                self._updates.update(updates)
+                self._source.add(self._layout.records[index], index)
+            if self._job is None:
+                self._begin_job()
+            self._pipeline.wake()
+        except BaseException:  # an interrupt: what nobody takes up would be waited for
+            self.drop()
+            raise
 
     def _begin_job(self) -> None:
         self._source.open()
         self._num_threads = torch.get_num_threads()
-        self._job = UpdateJob(
+        job = UpdateJob(
             source=self._source,
             touched=frozenset(),
             updates=self._updates,
@@ -180,27 +195,32 @@ class EarlyUpdates:
             on_updated=self._on_updated,
             is_staged=True,
         )
-        self._thread = threading.Thread(
-            target=self._run, args=(self._job,), name="offload-early-updates", daemon=True
+        thread = threading.Thread(
+            target=self._run, args=(job,), name="offload-early-updates", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._job, self._thread = job, thread
 
     def _end_job(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._source.close()
             self._pipeline.wake()
-            thread.join()
+            self._thread.join()
+            self._thread = None  # after the wait, which an interrupt may end
         self._job = None
         self._updates = {}
 
-    def _wait(self, index: int) -> None:
+    def _wait(self, is_reached: Callable[[], bool]) -> None:
+        """Waits, and counts it, until what is asked for is reached or an update failed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: index not in self._in_flight or self._failure is not None
-            )
-        if self._failure is not None:
-            raise self._failure
+            if is_reached() or self._failure is not None:
+                return
+            started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+            self._changed.wait_for(lambda: is_reached() or self._failure is not None)
+        self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+
+    def _is_over(self, index: int) -> bool:
+        return index not in self._in_flight
 
     def _drop(self, index: int) -> None:
         self._applied.pop(index, None)
@@ -245,6 +265,11 @@ class _ArrivingRecords:
 
     def is_open(self) -> bool:
         return self._is_open
+
+    def clear(self) -> None:
+        """Forgets the records that were not taken."""
+        with self._lock:
+            self._waiting.clear()
 
     def add(self, record: Record, number: int) -> None:
         """Adds a record that is complete. Under the lock."""

@@ -109,9 +109,9 @@ class Accumulator:
 
     def settle(self) -> None:
         """Waits for a copy that was started."""
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            arrival.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None  # after the wait, which an interrupt may end
 
     def multiply(self, factor: float) -> None:
         """Leaves one more factor pending; a factor of exactly 1 is none."""

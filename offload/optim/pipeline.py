@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import BudgetError, OffloadError
 from offload.layout import Record, Subgroup
 from offload.memory import storage_over
 from offload.optim.kernels import Kernels
@@ -23,6 +23,7 @@ from offload.optim.record_update import RecordUpdate
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
 from offload.storage.stalls import CHECKSUM, StallAccount, path_label
+from offload.storage.store import BlockStore
 from offload.storage.wakeup import Wakeup
 
 __all__ = [
@@ -186,13 +187,23 @@ class UpdatePipeline:
             buffer = self.window.try_lease(record)
             if buffer is None:
                 return
-            self._ahead.append(_InFlight(record=record, buffer=buffer))
-            if buffer.state is not None:
-                self._ahead[-1].tickets.append(
-                    store.read(state_key(record), buffer.state, priority=_PRIORITY)
-                )
-                self.prefetched_bytes += record.padded_bytes
-                self.read_bytes += record.padded_bytes
+            current = _InFlight(record=record, buffer=buffer)
+            self._start_ahead(current, store)
+            self._ahead.append(current)
+
+    def _start_ahead(self, current: _InFlight, store: BlockStore) -> None:
+        """Starts reading a record; what is not started keeps no buffer."""
+        record, buffer = current.record, current.buffer
+        if buffer is None or buffer.state is None:
+            return
+        try:
+            ticket = store.read(state_key(record), buffer.state, priority=_PRIORITY)
+        except Exception:  # after an interrupt a transfer may be on its way: the buffer is lost
+            self.release(current)
+            raise
+        current.tickets.append(ticket)
+        self.prefetched_bytes += record.padded_bytes
+        self.read_bytes += record.padded_bytes
 
     def drop_prefetched(self) -> None:
         """Gives the buffers of what was prefetched back."""
@@ -300,9 +311,18 @@ class _Run:
                     self._pipeline.wait_any(writing[0], self._job, "writing records")
                 elif ready or source.is_open():
                     self._pipeline.wait_woken()
+                elif source.peek() is not None or self._left_out:
+                    raise self._stuck()
         except BaseException:
             self._pipeline.abandon(reading, writing)
             raise
+
+    def _stuck(self) -> BudgetError:
+        return BudgetError(
+            f"cannot update records: expected room in the window, found all "
+            f"{self._window.num_places_taken} places taken and nothing in flight, as after an "
+            "interrupt; close the session and resume from the last commit"
+        )
 
     def _take_over_prefetched(self) -> None:
         """Goes on with what was read ahead and is touched; gives up the rest."""

@@ -100,7 +100,7 @@ class RecordUpdate:
         elif buffer is not None and buffer.state is not None:
             base = storage_over(buffer.state)
         else:  # the rule keeps no state
-            base = torch.empty(0, dtype=torch.uint8)
+            base = torch.empty(0, dtype=torch.uint8, device="cpu")
         sections = {
             name: base[s.offset_bytes : s.offset_bytes + s.num_bytes].view(getattr(torch, s.dtype))
             for name, s in record.sections_of(subgroup).items()

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 
 from offload.layout import ModelLayout
+from offload.plan.keeping import Keeping
+from offload.plan.uses import Uses, steps_of
 from offload.policy import resolve_order
 
 
@@ -25,6 +27,7 @@ def handed_over(
     num_slots: int,
     *,
     records: Collection[str],
+    uses: Uses | None = None,
     tiled: Collection[str] = (),
     is_finished_at_once: bool = False,
 ) -> frozenset[str]:
@@ -34,23 +37,48 @@ def handed_over(
     it have slots too, as many as there are.
 
     Args:
-        layout: Of the model; its units are in the order in which forward uses them.
-        num_slots: Slots for units, without those that calls hold beside the unit in use.
+        layout: Of the model.
+        num_slots: Slots for units.
         records: Names of those that are updated under the forward.
+        uses: Of a micro-step; None: forward uses each unit once, in the order of the layout.
         tiled: Names of units that no slot holds as a whole.
         is_finished_at_once: Whether something waits for all updates before the forward, as a
             commit does: then only units that had a slot before are handed over.
     """
-    whole = [unit for unit in layout.units if unit.name not in tiled]
-    place_of = {shard.name: place for place, unit in enumerate(whole) for shard in unit.shards}
+    if uses is None:
+        uses = Uses(forward=tuple(range(len(layout.units))), backward=())
+    numbers = {shard.name: n for n, unit in enumerate(layout.units) for shard in unit.shards}
+    wide = {n for n, unit in enumerate(layout.units) if unit.name in tiled}
+    places = _first_places(uses)
+    slotted = _slotted_from(uses, num_slots, wide)
     found: set[str] = set()
     for record in layout.records:
         if record.name not in records:
             continue
-        placed = [(place_of[s.shard], s.name) for s in record.subgroups if s.shard in place_of]
-        first = 0 if is_finished_at_once else min((place for place, _ in placed), default=0)
-        found.update(name for place, name in placed if place - first < num_slots)
+        parts = [(numbers[s.shard], s.name) for s in record.subgroups]
+        parts = [(unit, name) for unit, name in parts if unit in places and unit not in wide]
+        first = 0 if is_finished_at_once else min((places[u] for u, _ in parts), default=0)
+        found.update(name for unit, name in parts if unit in slotted.get(first, ()))
     return frozenset(found)
+
+
+def _first_places(uses: Uses) -> dict[int, int]:
+    """Returns where in the order of uses each unit of forward is used first."""
+    found: dict[int, int] = {}
+    for place, unit in enumerate(uses.forward):
+        found.setdefault(unit, place)
+    return found
+
+
+def _slotted_from(uses: Uses, num_slots: int, tiled: Collection[int]) -> dict[int, set[int]]:
+    """Returns the units that have slots by the time of each use of forward, by its place."""
+    keeping, order = Keeping(num_slots=num_slots), (*uses.forward, *uses.backward)
+    steps = steps_of(uses, num_slots, tiled=tiled)
+    return {
+        step.place: keeping.staying(order[step.place :], num_held=step.num_held)
+        for step in steps
+        if step.place < len(uses.forward)
+    }
 
 
 def handed_over_bytes(layout: ModelLayout, names: Collection[str]) -> int:

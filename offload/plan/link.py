@@ -15,7 +15,9 @@ class LinkTraffic:
 
     micro_steps: int
     forward_in_bytes: int
-    """Parameters that each forward copies to the device."""
+    """Parameters that the first forward copies to the device."""
+    later_forward_in_bytes: int
+    """The same of each later one."""
     backward_in_bytes: int
     """The same of each backward."""
     update_in_bytes: int
@@ -30,14 +32,22 @@ class LinkTraffic:
     @property
     def in_bytes(self) -> int:
         """To the device: parameters, and gradients that a later micro-step adds to."""
-        passes = self.forward_in_bytes + self.backward_in_bytes
-        later = (self.micro_steps - 1) * self.later_gradient_bytes
-        return self.micro_steps * passes + self.update_in_bytes + later
+        passes = self.forward_in_bytes + self.micro_steps * self.backward_in_bytes
+        later = self.later_forward_in_bytes + self.later_gradient_bytes
+        return passes + self.update_in_bytes + (self.micro_steps - 1) * later
 
     @property
     def out_bytes(self) -> int:
         """From it: gradients."""
         return self.gradient_bytes + (self.micro_steps - 1) * self.later_gradient_bytes
+
+    def parameters_in(self, micro_step: int) -> int:
+        """Returns the parameters that a forward copies to the device.
+
+        Args:
+            micro_step: From 0.
+        """
+        return self.later_forward_in_bytes if micro_step else self.forward_in_bytes
 
     def gradients_in(self, micro_step: int) -> tuple[int, int]:
         """Returns the gradients that go to the device and leave it during a backward, at least.
@@ -60,6 +70,7 @@ def link_traffic(
     gradient_dtype: Literal["parameter", "float32"],
     micro_steps: int,
     kept_forward_bytes: int = 0,
+    kept_later_bytes: int = 0,
     kept_backward_bytes: int = 0,
     adds_on_device: bool = True,
 ) -> LinkTraffic:
@@ -71,7 +82,9 @@ def link_traffic(
             pass copies what it uses.
         gradient_dtype: In which gradients accumulate.
         micro_steps: Forward and backward passes in the step.
-        kept_forward_bytes: By how much a forward copies less than each unit once; negative: more.
+        kept_forward_bytes: By how much the first forward copies less than each unit once;
+            negative: more.
+        kept_later_bytes: The same of each later one.
         kept_backward_bytes: The same of a backward, which finds some in their slots.
         adds_on_device: Whether a later micro-step's gradient is added to the sum on the device, as
             autograd does where its tensors are not the host's.
@@ -83,6 +96,7 @@ def link_traffic(
     return LinkTraffic(
         micro_steps=micro_steps,
         forward_in_bytes=model.parameter_bytes - kept_forward_bytes if is_copied else 0,
+        later_forward_in_bytes=model.parameter_bytes - kept_later_bytes if is_copied else 0,
         backward_in_bytes=model.parameter_bytes - kept_backward_bytes if is_copied else 0,
         update_in_bytes=0 if is_copied else model.trainable_parameter_bytes,
         gradient_bytes=gradients,

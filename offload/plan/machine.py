@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 
@@ -37,7 +39,7 @@ class PathRates:
             mixed_bytes_per_s=min(self.mixed_bytes_per_s, limit_bytes_per_s / 2),
         )
 
-    def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
+    def transfer_s(self, *, read_bytes: float, write_bytes: float) -> float:
         """Returns the least time for the bytes, as much as possible both ways at once."""
         both = min(read_bytes, write_bytes)
         return (
@@ -83,13 +85,19 @@ class Machine:
     link: LinkRates | None = None
     """To the device; None where it computes in host memory."""
 
-    def transfer_s(self, *, read_bytes: int, write_bytes: int) -> float:
-        """Returns the least time over all paths with the best split of the bytes."""
-        if read_bytes == 0 and write_bytes == 0:
-            return 0.0
-        return 1.0 / sum(
-            1.0 / path.transfer_s(read_bytes=read_bytes, write_bytes=write_bytes)
-            for path in self.paths
+    def transfer_s(self, *, read_bytes: float, write_bytes: float) -> float:
+        """Returns the least time over all paths, each direction with a split of its own.
+
+        See [Note: what paths can do together].
+        """
+        if len(self.paths) == 1:
+            return self.paths[0].transfer_s(read_bytes=read_bytes, write_bytes=write_bytes)
+        return max(
+            (
+                read_s * read_bytes + write_s * write_bytes
+                for read_s, write_s in _prices(self.paths)
+            ),
+            default=0.0,
         )
 
     def link_s(self, *, in_bytes: int, out_bytes: int) -> float:
@@ -140,3 +148,38 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+# [Note: what paths can do together] In a second a path reads R bytes, or writes W, or does b of
+# each, or divides the second between these: with bytes read to the right and bytes written upwards,
+# all points below the lines from (R, 0) over (b, b) to (0, W). What several paths do together are
+# all sums of one point from each: what is below a chain of all of their lines, the steepest first.
+# One of these, r * read + w * write = 1, says that bytes take at least r seconds for each byte read
+# and w for each one written, whatever goes where; the largest of these times is enough. A path that
+# does less both ways at once than in turns, b < 1 / (1/R + 1/W), takes turns here, since another
+# one may do the other direction meanwhile; alone it is taken at its word.
+
+
+@lru_cache(maxsize=256)
+def _prices(paths: tuple[PathRates, ...]) -> tuple[tuple[float, float], ...]:
+    """Returns seconds for each byte read and written together, one pair for each line."""
+    lines = [line for path in paths for line in _lines(path)]
+    lines.sort(key=lambda line: line[0] / (line[0] + line[1]))
+    corners = [(sum(less for less, _ in lines), 0.0)]
+    for less, more in lines:
+        corners.append((max(corners[-1][0] - less, 0.0), corners[-1][1] + more))
+    found = []
+    for (read, write), (next_read, next_write) in pairwise(corners):
+        area = read * next_write - next_read * write
+        if area > 0:
+            found.append(((next_write - write) / area, (read - next_read) / area))
+    return tuple(found)
+
+
+def _lines(path: PathRates) -> list[tuple[float, float]]:
+    """Returns by how much less is read along each line and how much more written."""
+    both = path.mixed_bytes_per_s
+    reads, writes = max(path.read_bytes_per_s, both), max(path.write_bytes_per_s, both)
+    if both * (reads + writes) <= reads * writes:
+        return [(reads, writes)]
+    return [(reads - both, both), (both, writes - both)]

@@ -1,6 +1,7 @@
 """The measured profile of a machine, `machine.toml`: its text and where it is found."""
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -274,8 +275,8 @@ def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
             raise ValueError(f"`{name}` is {value!r}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             may_be_nothing = kind in (PassProfile, RunProfile)
-            if value < 0 or (value == 0 and not may_be_nothing):
-                raise ValueError(f"`{name}` is {value!r}, which is not positive")
+            if not (math.isfinite(value) and value >= 0) or (value == 0 and not may_be_nothing):
+                raise ValueError(f"`{name}` is {value!r}, which is not finite and positive")
     return kind(**values)
 
 

@@ -16,9 +16,11 @@ from offload.plan.lost_work import CommitForecast
 from offload.plan.machine import Machine
 from offload.plan.machine_profile import PathProfile
 from offload.plan.prediction import Choices, Prediction
+from offload.plan.rhythm import Rhythm
 from offload.plan.storage import StoragePlan
 from offload.plan.tiles import Pieces, slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
+from offload.plan.usable_memory import UsableMemory
 from offload.sizes import format_size
 
 _BUDGETS = {
@@ -47,6 +49,8 @@ class RunPlan:
     device: DevicePlan | None = None
     """None on the unified `cpu` device, and where everything is in ordinary memory."""
     traffic: StepTraffic
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    """After what its steps begin, and what they read more then."""
     link: LinkTraffic | None = None
     """None on the unified `cpu` device."""
     policy: dict[str, str]
@@ -87,6 +91,10 @@ class RunPlan:
     """Policies that were compared, the run's own first; none where times are not predicted."""
     adoption: Adoption | None = None
     """What was chosen for keys of `policy` that were `"auto"`; None where none was."""
+    memory: UsableMemory | None = None
+    """What this machine has; None where that does not matter."""
+    is_bounded: bool = True
+    """Whether host memory has a budget; else the run takes what it needs."""
     profile: PathProfile | None = None
     """What `offload bench io --tune` measured on the path, where it did."""
 
@@ -97,7 +105,20 @@ class RunPlan:
         found.extend([] if self.device is None else _reasons(self.device))
         if self.storage is not None:
             found.extend(self.storage.reasons(path=self.storage_path))
-        return found
+        return [*found, *self._memory_reasons()]
+
+    def _memory_reasons(self) -> list[str]:
+        if self.memory is None or (self.host is not None and not self.host.fits):
+            return []  # what would be taken is not known
+        host = self.host
+        planned_bytes = self.in_memory_bytes if host is None else host.planned_bytes
+        smallest_bytes = planned_bytes if host is None else host.smallest_bytes
+        is_bounded = host is not None and self.is_bounded
+        try:
+            self.memory.require(planned_bytes, smallest_bytes=smallest_bytes, is_bounded=is_bounded)
+        except PlanError as error:
+            return [str(error)]
+        return []
 
     @property
     def fits(self) -> bool:
@@ -122,6 +143,15 @@ class RunPlan:
             "host": self.host.smallest_bytes if self.host else None,
             "device": self.device.smallest_bytes if self.device else None,
             "storage": self.storage.planned_bytes if self.storage else None,
+        }
+
+    @property
+    def budget_bytes(self) -> dict[str, int]:
+        """What there is of each tier; 0 of one that is not budgeted."""
+        return {
+            "host": self.host.budget_bytes if self.host else 0,
+            "device": (self.device.budget_bytes if self.device else 0) or 0,
+            "storage": self.storage.budget_bytes if self.storage else 0,
         }
 
     @property
@@ -258,7 +288,7 @@ class RunPlan:
             "update_s": step.update_s if step else None,
             "exposed_io_s": step.exposed_io_s if step else None,
             "bound_s": found.bound_s,
-            "read_bytes_per_step": self.traffic.read_bytes,
+            "read_bytes_per_step": self.traffic.read_bytes + self.rhythm.mean_more_bytes(),
             "write_bytes_per_step": self.traffic.write_bytes,
             "rss_peak_bytes": found.rss_peak_bytes,
             "written_bytes_per_day": found.written_bytes_per_day,

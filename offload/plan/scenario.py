@@ -1,7 +1,7 @@
 """Simulates the runs of a scenario, with rates fitted on one of them where it says so."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.config.scenario import Scenario, ScenarioMachine, ScenarioPath, ScenarioRun
@@ -11,9 +11,11 @@ from offload.plan.scenario_bound import least_step_s
 from offload.plan.simulation import SimulatedMachine, SimulatedStep, simulate
 from offload.plan.systems import SystemRun, system_run
 from offload.plan.wear import wear
+from offload.sizes import format_size
 
-_FIT_ROUNDS = 4
-"""Times are in proportion to rates but for ramps and kernels: each round leaves far less."""
+_FIT_ROUNDS = 20
+"""Times are in proportion to rates but for ramps, kernels and paths that are not fitted: each
+round leaves less."""
 _FIT_ERROR = 1e-3
 
 
@@ -23,9 +25,12 @@ class SimulatedRun:
 
     run: ScenarioRun
     machine: Machine
-    system: SystemRun | None
-    """None where it does not fit."""
+    system: SystemRun
     step: SimulatedStep | None
+    """None where the host budget is too small."""
+    device_bytes: int | None
+    """Of parameters on each device, where they live there."""
+    device_budget_bytes: int | None
     bound_s: float | None
     tokens_to_hide_io: int | None
     reasons: tuple[str, ...]
@@ -53,7 +58,7 @@ class SimulatedRun:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys of `offload plan`, and what belongs to a scenario."""
-        host = self.system.host if self.system else None
+        host = self.system.host
         return {
             "name": self.run.name,
             "system": self.run.system,
@@ -63,20 +68,20 @@ class SimulatedRun:
             "fits": self.fits,
             "reasons": list(self.reasons),
             "smallest": {
-                "host_memory": host.smallest_bytes if host else None,
-                "device_memory": None,
+                "host_memory": host.smallest_bytes,
+                "device_memory": self.device_bytes,
                 "storage": _stored_bytes(self.system),
             },
             "tiers": {
-                "device": {"budget_bytes": None, "planned_bytes": None},
-                "host": {
-                    "budget_bytes": host.budget_bytes if host else None,
-                    "planned_bytes": host.planned_bytes if host else None,
+                "device": {
+                    "budget_bytes": self.device_budget_bytes,
+                    "planned_bytes": self.device_bytes,
                 },
+                "host": {"budget_bytes": host.budget_bytes, "planned_bytes": host.planned_bytes},
                 "storage": {"budget_bytes": None, "planned_bytes": _stored_bytes(self.system)},
             },
-            "policy": self.system.policy if self.system else {},
-            "cached_bytes": self.system.cached_bytes if self.system else None,
+            "policy": self.system.policy,
+            "cached_bytes": self.system.cached_bytes,
             "predicted": self._predicted(),
             "path_bytes": self._path_bytes(),
             "published_update_s": self.run.published_update_s,
@@ -107,7 +112,7 @@ class SimulatedRun:
             "bound_s": self.bound_s,
             "read_bytes_per_step": step.read_bytes if step else None,
             "write_bytes_per_step": step.write_bytes if step else None,
-            "rss_peak_bytes": self.system.host.planned_bytes if self.system else None,
+            "rss_peak_bytes": self.system.host.planned_bytes if step else None,
             "written_bytes_per_day": per_day,
             "tokens_to_hide_io": self.tokens_to_hide_io,
         }
@@ -143,11 +148,15 @@ def simulate_scenario(scenario: Scenario) -> ScenarioReport:
     """Returns what every run of `scenario` would do."""
     scale = _fitted_scale(scenario)
     machine = _scaled(scenario, scale or 1.0)
-    found: dict[str, SimulatedRun] = {}
-    for run in sorted(scenario.runs, key=lambda run: run.like is not None):
-        found[run.name] = _simulated(run, machine, found)
+    found = [_simulated(run, machine) for run in scenario.runs]
+    step_s = {each.run.name: each.step.step_s if each.step else None for each in found}
     return ScenarioReport(
-        scenario=scenario, scale=scale, runs=tuple(found[run.name] for run in scenario.runs)
+        scenario=scenario,
+        scale=scale,
+        runs=tuple(
+            replace(each, like_step_s=step_s[each.run.like] if each.run.like else None)
+            for each in found
+        ),
     )
 
 
@@ -156,18 +165,22 @@ def _fitted_scale(scenario: Scenario) -> float | None:
     if fit is None:
         return None
     run = next(run for run in scenario.runs if run.name == fit.run)
-    scale = 1.0
+    scale, update_s = 1.0, 0.0
     for _ in range(_FIT_ROUNDS):
-        step = _simulated(run, _scaled(scenario, scale), {}).step
+        step = _simulated(run, _scaled(scenario, scale)).step
         if step is None:
             raise PlanError(
                 f"cannot fit rates on run `{run.name}`: it does not fit; raise its budget"
             )
-        found = step.update_s / fit.update_s
-        scale *= found
-        if abs(found - 1) < _FIT_ERROR:
-            break
-    return scale
+        update_s = step.update_s
+        scale *= update_s / fit.update_s
+        if abs(update_s / fit.update_s - 1) < _FIT_ERROR:
+            return scale
+    raise PlanError(
+        f"cannot fit rates on run `{run.name}`: expected an update of {fit.update_s:.4g} s, found "
+        f"{update_s:.4g} s whatever {', '.join(f'`{name}`' for name in fit.paths)} give, as "
+        "other paths or the kernels take so long; correct `fit.update_s` or the other rates"
+    )
 
 
 def _scaled(scenario: Scenario, scale: float) -> ScenarioMachine:
@@ -193,36 +206,35 @@ def _scaled_path(path: ScenarioPath, scale: float) -> ScenarioPath:
     return path.model_copy(update={key: rate * scale for key, rate in rates.items() if rate})
 
 
-def _simulated(
-    run: ScenarioRun, machine: ScenarioMachine, known: dict[str, SimulatedRun]
-) -> SimulatedRun:
+def _simulated(run: ScenarioRun, machine: ScenarioMachine) -> SimulatedRun:
     if run.gpus is not None:
         machine = machine.model_copy(update={"gpus": run.gpus})
+    if not machine.gpus and run.policy.parameters == "device":  # whose memory is the host's
+        policy = run.policy.model_copy(update={"parameters": "host"})
+        run = run.model_copy(update={"policy": policy})
     rates = node_rates(machine, run)
-    like = known[run.like].step if run.like in known else None
-    try:
-        system = system_run(run, machine)
-    except PlanError as error:
-        return SimulatedRun(
-            run=run,
-            machine=rates,
-            system=None,
-            step=None,
-            bound_s=None,
-            tokens_to_hide_io=None,
-            reasons=(str(error),),
-        )
-    simulated = SimulatedMachine(rates=rates, shares_cores=machine.gpus == 0)
-    step = simulate(system.work, simulated, system.make_policy())
-    return SimulatedRun(
+    system = system_run(run, machine)
+    device_bytes = _device_bytes(machine, run)
+    found = SimulatedRun(
         run=run,
         machine=rates,
         system=system,
+        step=None,
+        device_bytes=device_bytes,
+        device_budget_bytes=machine.device_memory if machine.gpus else None,
+        bound_s=None,
+        tokens_to_hide_io=None,
+        reasons=tuple(_reasons(machine, run, system, device_bytes)),
+    )
+    if not system.host.fits:
+        return found
+    simulated = SimulatedMachine(rates=rates, shares_cores=machine.gpus == 0)
+    step = simulate(system.work, simulated, system.make_policy())
+    return replace(
+        found,
         step=step,
         bound_s=least_step_s(system, rates, step, shares_cores=machine.gpus == 0),
         tokens_to_hide_io=_tokens_to_hide_io(run, system, rates, step),
-        reasons=tuple(_reasons(machine, run, system)),
-        like_step_s=like.step_s if like else None,
     )
 
 
@@ -267,28 +279,41 @@ def _part(own: float, shared: float | None, nodes: int) -> float:
     return own if shared is None else min(own, shared / nodes)
 
 
-def _reasons(machine: ScenarioMachine, run: ScenarioRun, system: SystemRun) -> Sequence[str]:
+def _device_bytes(machine: ScenarioMachine, run: ScenarioRun) -> int | None:
+    """Returns the bytes of parameters on each device; None where they live elsewhere."""
+    if run.policy.parameters != "device" or run.system != "engine" or not machine.gpus:
+        return None
+    return 2 * round(run.parameters) // machine.gpus
+
+
+def _reasons(
+    machine: ScenarioMachine, run: ScenarioRun, system: SystemRun, device_bytes: int | None
+) -> Sequence[str]:
     found = []
-    planned = system.host.planned_bytes
+    host = system.host
+    if not host.fits:
+        found.append(
+            f"run `{run.name}` does not fit `host_budget`: expected at least "
+            f"{host.smallest_bytes} bytes ({format_size(host.smallest_bytes)}), found "
+            f"{host.budget_bytes} bytes ({format_size(host.budget_bytes)}); raise it"
+        )
+    planned = host.planned_bytes
     if machine.host_memory is not None and planned > machine.host_memory:
         found.append(
             f"run `{run.name}` does not fit a node's memory: expected {planned} bytes or more, "
             f"found {machine.host_memory}; lower its cache or raise `machine.host_memory`"
         )
-    on_device = run.policy.parameters == "device" and run.system == "engine"
-    needed = 2 * round(run.parameters) // max(machine.gpus, 1)
-    if on_device and machine.device_memory is not None and needed > machine.device_memory:
+    budget = machine.device_memory
+    if device_bytes is not None and budget is not None and device_bytes > budget:
         found.append(
-            f"run `{run.name}` does not fit the devices: expected {needed} bytes of parameters "
-            f"on each, found {machine.device_memory}; set `policy.parameters` to `host`"
+            f"run `{run.name}` does not fit the devices: expected {device_bytes} bytes of "
+            f"parameters on each, found {budget}; set `policy.parameters` to `host`"
         )
     return found
 
 
-def _stored_bytes(system: SystemRun | None) -> int | None:
+def _stored_bytes(system: SystemRun) -> int:
     """Two versions of what is on storage: a committed one and the current one."""
-    if system is None:
-        return None
     records = system.work.records
     pieces = sum(piece.num_bytes for record in records for piece in record.pieces)
     return 2 * (sum(record.state_bytes + record.spilled_bytes for record in records) + pieces)

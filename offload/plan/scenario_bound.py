@@ -23,7 +23,7 @@ def least_step_s(
         forward_s=sum(unit.forward_s for unit in units),
         backward_s=sum(unit.backward_s for unit in units),
     )
-    bound = step_bound(
+    return step_bound(
         rates,
         _traffic(system, step),
         num_parameters=system.layout.trainable_elements,
@@ -32,8 +32,8 @@ def least_step_s(
         prefetched_bytes=_most_read_ahead(system) if overlap == "forward" else 0,
         shares_cores=shares_cores,
         link=system.link,
-    )
-    return bound.step_s + system.work.other_s
+        other_s=system.work.other_s,
+    ).step_s
 
 
 def _traffic(system: SystemRun, step: SimulatedStep) -> StepTraffic:

@@ -11,7 +11,7 @@ of one step is cached for the next; one subgroup is read ahead.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.config.scenario import ScenarioMachine, ScenarioRun
+from offload.config.scenario import SUBGROUP_PARAMETERS, ScenarioMachine, ScenarioRun
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.layout.model import RECORD_ELEMENTS
 from offload.plan.handover import handed_over, records_under_forward
@@ -27,8 +27,6 @@ from offload.sizes import MIB, round_up
 
 _MOST_RECORDS = 1024
 """Of a simulated model: larger ones have larger records instead, which only lengthens the ramps."""
-_SUBGROUP_PARAMETERS = 100_000_000
-"""Of the baselines by default, as DeepSpeed's example configurations set it."""
 _BLOCKS_OF_A_RECORD = 12
 _STATE_BYTES = 12
 """Of fp32 master and moments, per parameter."""
@@ -53,11 +51,7 @@ class SystemRun:
 
 
 def system_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
-    """Returns what `run` does in a step on one node of `machine`.
-
-    Raises:
-        PlanError: The engine's budget is too small; the message names the smallest.
-    """
+    """Returns what `run` does in a step on one node of `machine`, also where it does not fit."""
     return _engine_run(run, machine) if run.system == "engine" else _baseline_run(run, machine)
 
 
@@ -121,7 +115,7 @@ def _link(
 
 def _baseline_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
     is_deepspeed = run.system == "deepspeed-like"
-    elements = round(run.subgroup_parameters or _SUBGROUP_PARAMETERS)
+    elements = round(run.subgroup_parameters or SUBGROUP_PARAMETERS)
     layout = _layout(run, codec="fp32", record_elements=elements)
     work = work_of(
         layout,
@@ -146,7 +140,9 @@ def _baseline_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
     host = _host_plan(run, layout, "host")
     cached = 0 if is_deepspeed else host.num_cached
     record_bytes = max(record.state_bytes for record in work.records)
-    order, striping = ("sequential", "single") if is_deepspeed else ("alternating", "modulo:2:1")
+    order = _order_of(run)
+    has_two_paths = len(run.paths or machine.paths) == 2
+    striping = "modulo:2:1" if has_two_paths and not is_deepspeed else "single"
 
     def make_policy() -> SimulatedPolicy:
         return SimulatedPolicy(
@@ -218,15 +214,12 @@ def _host_plan(run: ScenarioRun, layout: ModelLayout, parameters: Placement) -> 
             keeps_records=bool(resolve_order(_order_of(run)).kept(1, 1, step=1)),
             window_bytes=_window_bytes(layout),
         )
-        plan = replace(
+        return replace(
             plan,
             budget_bytes=run.host_budget,
             resident_parameter_bytes=plan.resident_parameter_bytes - resident,
             smallest_bytes=plan.smallest_bytes - resident,
         )
-        if not plan.fits:
-            plan.require_fit()
-        return plan
     free = plan_host(
         layout,
         budget_bytes=0,

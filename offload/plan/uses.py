@@ -1,25 +1,39 @@
 """How often each pass of a micro-step reads a unit: by the order of uses and the slots alone."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from offload.layout import ModelLayout
+from offload.plan.keeping import Keeping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnd:
+    """The end of a call that holds a unit in forward; other uses end as the next one begins."""
+
+    unit: int
+    num_before: int
+    """Uses that began before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """The units that a micro-step uses, by their indices, in order; some more than once."""
+    """The units that a micro-step uses, by their indices, in order; some more than once.
+
+    A call uses its unit once, whatever calls inside it use that too.
+    """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    ends: tuple[CallEnd, ...] = ()
+    """Of the calls of forward, in order."""
 
-    def without(self, units: Collection[int]) -> "Uses":
-        """Returns the uses of all units but these."""
-        return Uses(
-            forward=tuple(unit for unit in self.forward if unit not in units),
-            backward=tuple(unit for unit in self.backward if unit not in units),
-        )
+    @property
+    def carried(self) -> int | None:
+        """The unit that is in use as a backward ends and the next forward begins, if it is one."""
+        is_one = bool(self.forward and self.backward) and self.forward[0] == self.backward[-1]
+        return self.forward[0] if is_one else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +42,33 @@ class Reads:
 
     forward: Counter[int]
     backward: Counter[int]
+    carried: int | None = None
+    """The unit that the forwards after the first find where the backward before left it."""
 
-    def kept_forward_bytes(self, layout: ModelLayout) -> int:
+    def kept_forward_bytes(self, layout: ModelLayout, *, is_first: bool = True) -> int:
         """Returns by how much a forward reads less than each unit once; negative where more."""
-        return _kept_bytes(layout, self.forward)
+        carried = Counter() if is_first or self.carried is None else Counter([self.carried])
+        return _kept_bytes(layout, self.forward - carried)
 
     def kept_backward_bytes(self, layout: ModelLayout) -> int:
         """Returns the same of a backward."""
         return _kept_bytes(layout, self.backward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseStep:
+    """The beginning of a use.
+
+    Attributes:
+        place: Among the uses of forward and then backward.
+        is_read: Whether the unit is in no slot then.
+        num_held: Slots that the calls around this use hold.
+    """
+
+    place: int
+    unit: int
+    is_read: bool
+    num_held: int
 
 
 def reads_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Reads:
@@ -45,30 +78,63 @@ def reads_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Read
 
     Args:
         uses: Of a micro-step.
-        num_slots: Slots for units, without those that calls hold beside the unit in use.
+        num_slots: Slots for units.
         tiled: Units that no slot holds as a whole: each pass that uses one reads it once.
     """
-    whole = uses.without(tiled)
-    order = (*whole.forward, *whole.backward)
-    next_use = _next_uses(order)
     forward = Counter(set(uses.forward).intersection(tiled))
     backward = Counter(set(uses.backward).intersection(tiled))
-    present: set[int] = set()
+    for step in steps_of(uses, num_slots, tiled=tiled):
+        if step.is_read:
+            (backward if step.place >= len(uses.forward) else forward)[step.unit] += 1
+    carried = uses.carried if num_slots and uses.carried not in tiled else None
+    return Reads(forward=forward, backward=backward, carried=carried)
+
+
+def steps_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Iterator[UseStep]:
+    """Goes through the uses of a micro-step; see `reads_of`.
+
+    A tile takes a slot as a unit does, but does not stay.
+    """
+    keeping, order = Keeping(num_slots=num_slots), (*uses.forward, *uses.backward)
+    ends: dict[int, list[int]] = {}
+    for end in uses.ends:
+        ends.setdefault(end.num_before, []).append(end.unit)
+    calls = _calls(uses)
+    present, held = set[int](), list[int]()
+    in_use: int | None = None  # outside a call
     for place, unit in enumerate(order):
-        if unit not in present:
-            (backward if place >= len(whole.forward) else forward)[unit] += 1
-        following = next_use[place]
-        stays = following < len(order) and len(set(order[place + 1 : following])) < num_slots
-        (present.add if stays else present.discard)(unit)
-    return Reads(forward=forward, backward=backward)
+        for ended in ends.get(place, ()):
+            held.remove(ended)
+            if not keeping.stays(ended, order[place:], num_held=len(held)):
+                present.discard(ended)
+        if in_use is not None and not keeping.stays(in_use, order[place:], num_held=len(held)):
+            present.discard(in_use)
+        is_tiled = unit in tiled
+        yield UseStep(
+            place=place,
+            unit=unit,
+            is_read=unit not in present and not is_tiled,
+            num_held=len(held),
+        )
+        in_use = None
+        if place in calls:
+            held.append(unit)
+        elif not is_tiled:
+            in_use = unit
+        if not is_tiled:
+            present.add(unit)
 
 
-def _next_uses(order: Sequence[int]) -> list[int]:
-    """Returns for each place that of the same unit's next use; the end where there is none."""
-    found, later = [len(order)] * len(order), dict[int, int]()
-    for place in reversed(range(len(order))):
-        found[place] = later.get(order[place], len(order))
-        later[order[place]] = place
+def _calls(uses: Uses) -> set[int]:
+    """Returns the places of the uses of forward that are calls."""
+    found: set[int] = set()
+    last: dict[int, int] = {}
+    num_seen = 0
+    for end in uses.ends:
+        for place in range(num_seen, end.num_before):
+            last[uses.forward[place]] = place
+        num_seen = end.num_before
+        found.add(last[end.unit])
     return found
 
 

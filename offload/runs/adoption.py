@@ -8,6 +8,7 @@ from offload.config.supported import unsupported_values
 from offload.layout import ModelLayout
 from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
+from offload.runs.rehearsal import RehearsedModel
 from offload.runs.run_directory import CONFIG_FILE, RunDirectory
 
 _LOG = logging.getLogger("offload.runs")
@@ -22,6 +23,7 @@ def settle_policy(
     *,
     stored: ModelLayout | None,
     on_notice: OnNotice,
+    model: RehearsedModel,
 ) -> Config:
     """Returns the run with a value for every key of its policy.
 
@@ -32,6 +34,7 @@ def settle_policy(
         directory: Where it goes.
         stored: The layout of the store that is gone on with.
         on_notice: Told what is measured, and what was chosen.
+        model: The run's.
 
     Raises:
         PlanError: The run does not fit.
@@ -45,7 +48,7 @@ def settle_policy(
         kept = config.model_copy(update={"policy": policy})
         if (
             not any(unsupported_values(kept))
-            and plan_run(kept, stores=directory.stores, stored=stored).fits
+            and plan_run(kept, stores=directory.stores, stored=stored, model=model).fits
         ):
             return kept
     plan = plan_and_predict(
@@ -53,10 +56,11 @@ def settle_policy(
         stores=directory.stores,
         stored=stored,
         on_measure=lambda what: on_notice(f"measuring {what}"),
+        model=model,
     )
     plan.require_fit()
     if plan.adoption is None:
-        known = plan_run(begun, stores=directory.stores, stored=stored).warnings
+        known = plan_run(begun, stores=directory.stores, stored=stored, model=model).warnings
         for warning in plan.warnings:  # the others are said when the run begins
             if warning not in known:
                 _LOG.warning("%s", warning)

@@ -15,6 +15,7 @@ from offload.runs.data import NUM_VALIDATION_WINDOWS, Batch, Text
 from offload.runs.loss_contract import require_loss
 from offload.runs.phases import StepClock
 from offload.runs.schedule import learning_rate
+from offload.runs.user_code import calling_user_code
 
 _LOG = logging.getLogger("offload.runs")
 
@@ -95,13 +96,19 @@ class TrainingLoop:
             with clock.forward():
                 loss = self._loss_of(batch) / train.micro_steps
             is_last = micro_step == train.micro_steps - 1
-            with clock.backward(), nullcontext() if is_last else self.accumulating():
+            with (
+                clock.backward(),
+                nullcontext() if is_last else self.accumulating(),
+                calling_user_code("`backward` of the model's loss"),
+            ):
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
 
     def _loss_of(self, batch: Batch) -> Tensor:
-        loss = self.model(batch.inputs.to(self.device), batch.targets.to(self.device))
+        inputs, targets = batch.inputs.to(self.device), batch.targets.to(self.device)
+        with calling_user_code("the model's `forward`"):
+            loss = self.model(inputs, targets)
         return require_loss(self.config.model.factory, loss, is_trained=torch.is_grad_enabled())
 
     def _clip(self) -> float:

@@ -2,12 +2,10 @@
 
 import inspect
 
-import torch
 from torch import Tensor, nn
 
-from offload.config import Config
 from offload.errors import ConfigError
-from offload.runs.model import build_meta_model
+from offload.runs.rehearsal import RehearsedModel
 
 _CONTRACT = (
     "a module with `forward(inputs, targets)`, two int64 tensors of shape (train.batch, "
@@ -15,28 +13,24 @@ _CONTRACT = (
 )
 
 
-def require_contract(config: Config) -> None:
+def require_contract(name: str | None, model: RehearsedModel) -> None:
     """Refuses a model of `model.factory` that a run could not call, before anything is written.
 
-    A model whose forward needs values is called without: only its signature is known then, and
-    `require_loss` has the last word.
+    Of a model whose forward needs values only the signature is known then, and `require_loss` has
+    the last word.
+
+    Args:
+        name: Of the factory; None: the model is one of ours.
+        model: Of the run.
 
     Raises:
         ConfigError: The signature of its forward, or what that returns, is another.
     """
-    name = config.model.factory
     if name is None:
         return
-    model = build_meta_model(config.model)
-    _require_signature(name, model)
-    shape = (config.train.batch, config.model.context)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        try:
-            loss = model(tokens, tokens)
-        except Exception:  # noqa: BLE001 - whatever the user's code raises without values
-            return
-    require_loss(name, loss)
+    _require_signature(name, model.module)
+    if not model.needs_values:
+        require_loss(name, model.loss)
 
 
 def require_loss(name: str | None, loss: object, *, is_trained: bool = True) -> Tensor:

@@ -14,6 +14,7 @@ import psutil
 from offload._native import aio as native_aio
 from offload._native import optim as native_optim
 from offload.errors import ConfigError, StorageError
+from offload.memory import usable_memory
 from offload.optim.kernels import load_kernels
 from offload.runs.checks import Check, guarded
 from offload.sizes import MIB, format_size
@@ -23,7 +24,6 @@ _MIN_FILES = 1024
 _MIN_LOCKED_BYTES = 64 * MIB
 _MIN_AIO_REQUESTS = 1024
 """Requests in flight that `fs.aio-max-nr` should leave: a few queues of the largest depth."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def software_checks() -> Iterator[Check]:
@@ -174,9 +174,9 @@ def _aio_requests() -> Check:
 
 def _memory() -> Check:
     physical = psutil.virtual_memory()
-    limit = _cgroup_limit()
+    limit = usable_memory().cgroup_bytes
     found = f"{format_size(physical.total)}, {format_size(physical.available)} available"
-    if limit is None or limit >= physical.total:
+    if limit is None:
         return Check(name="memory", status="ok", found=f"{found}, no cgroup limit below it")
     return Check(
         name="memory",
@@ -267,33 +267,6 @@ _CONTAINER_SIGNS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("KUBERNETES_SERVICE_HOST", lambda: "KUBERNETES_SERVICE_HOST" in os.environ),
     ("cgroup", _cgroup_names_container),
 )
-
-
-def _cgroup_limit() -> int | None:
-    # The process's own group and each above it count; v1 keeps the limit elsewhere.
-    found = [_group_limit(group / "memory.max") for group in _own_groups()]
-    found.append(_group_limit(_CGROUP / "memory" / "memory.limit_in_bytes"))
-    known = [limit for limit in found if limit is not None]
-    return min(known, default=None)
-
-
-def _own_groups() -> list[Path]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    group = _CGROUP / own.lstrip("/")
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(_CGROUP))]
-
-
-def _group_limit(file: Path) -> int | None:
-    try:
-        return _number(str(file))
-    except (OSError, ValueError):
-        return None  # no such file, or "max"
 
 
 def _number(file: str) -> int:

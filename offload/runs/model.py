@@ -14,6 +14,7 @@ from torch import nn
 from offload.config import ModelConfig
 from offload.errors import ConfigError
 from offload.runs.gpt import GPT, GPTShape
+from offload.runs.user_code import calling_user_code, describe
 
 
 @contextmanager
@@ -33,12 +34,14 @@ def build_model(config: ModelConfig) -> nn.Module:
 
     Raises:
         ConfigError: The factory can't be imported or did not return a module.
+        ModelError: It, or its module, raised an exception.
     """
     if config.factory is None:
         return GPT(gpt_shape(config))
     factory, arguments = _find_factory(config.factory), config.factory_arguments()
     _require_accepted(config.factory, factory, arguments)
-    model = factory(**arguments)
+    with calling_user_code(f"`model.factory` `{config.factory}`"):
+        model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"cannot use the model of `model.factory` `{config.factory}`: expected a "
@@ -83,16 +86,17 @@ def _require_accepted(name: str, factory: Callable[..., Any], arguments: dict[st
 
 def _find_factory(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"cannot find `model.factory` `{name}`: expected `module:callable` that can be "
-            f"imported, found: {error}; correct it, put the module beside the "
-            "run's TOML file, or set PYTHONPATH"
-        ) from error
+    with calling_user_code(f"the import of `model.factory` `{name}`"):
+        try:
+            found: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"cannot find `model.factory` `{name}`: expected `module:callable` that can be "
+                f"imported, found {describe(error)}; correct it, put the module beside the "
+                "run's TOML file, or set PYTHONPATH"
+            ) from error
     if not callable(found):
         raise ConfigError(
             f"cannot call `model.factory` `{name}`: expected a callable, "

@@ -1,20 +1,19 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
-import dataclasses
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import torch
-from torch import nn
 
 from offload.config import Config
 from offload.layout import ModelLayout
+from offload.memory import usable_memory
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
 from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.lost_work import CommitForecast, committed_bytes, measured_on_all
 from offload.plan.machine_profile import MachineProfile, PathProfile, read_profile
 from offload.plan.prediction import Choices
+from offload.plan.rhythm import Before, Rhythm
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import (
     ModelBytes,
@@ -22,10 +21,9 @@ from offload.plan.traffic import (
     cached_state_bytes,
     step_traffic,
 )
-from offload.plan.uses import Reads, reads_of
+from offload.plan.uses import Reads, Uses, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
 from offload.runs.loss_contract import require_contract
-from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import (
     existing_directories,
     plan_storage,
@@ -33,9 +31,8 @@ from offload.runs.planned_storage import (
     storage_warnings,
 )
 from offload.runs.planned_units import arrange_run
-from offload.runs.rehearsal import find_uses, uses_by_modules
+from offload.runs.rehearsal import RehearsedModel, uses_by_modules
 from offload.runs.savings import possible_savings
-from offload.runs.spilled import spilled_bytes
 from offload.sizes import parse_duration
 from offload.streaming.arrangement import Arrangement
 
@@ -45,7 +42,7 @@ def plan_run(
     *,
     stores: Sequence[Path] = (),
     profile: MachineProfile | None = None,
-    model: nn.Module | None = None,
+    model: RehearsedModel | None = None,
     stored: ModelLayout | None = None,
 ) -> RunPlan:
     """Returns whether the run fits, and what it will need and move. Writes nothing.
@@ -54,7 +51,7 @@ def plan_run(
         config: Of the run.
         stores: Where the store goes on each path; none: a new run directory under the current one.
         profile: Of this machine; None reads its own.
-        model: The run's, without values, which is known to give a loss; None: it is built now.
+        model: The run's, which several plans of it share; None: it is built now.
         stored: The layout of the store that is gone on with; None: what suits the budget.
 
     Raises:
@@ -66,15 +63,16 @@ def plan_run(
     known = read_profile() if profile is None else profile
     window = config.tiers.host.window
     config = _with_window(config, directories, known)
-    if model is None:
-        require_contract(config)
-        model = build_meta_model(config.model)
-    arrangement = arrange_run(config, model, stored=stored)
+    model = RehearsedModel.of(config) if model is None else model
+    require_contract(config.model.factory, model)
+    arrangement = arrange_run(config, model.module, stored=stored)
     discovered, layout = arrangement.discovered, arrangement.layout
     host = arrangement.host if config.offload else None
-    reads = _reads(config, model, arrangement)
-    handed = _handed_over(config, arrangement, reads)
-    spilled = spilled_bytes(config)
+    uses = _uses(config, model, arrangement)
+    reads = reads_of(uses, _num_slots(config, arrangement), tiled=discovered.wide)
+    usual = _usually_before(config)
+    handed = _handed_over(config, arrangement, uses, before=usual)
+    spilled, memory = model.spilled_bytes(config), usable_memory()
     plan = RunPlan(
         layout=layout,
         host=host,
@@ -88,6 +86,7 @@ def plan_run(
         },
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host, reads=reads, handed_over=handed),
+        rhythm=_rhythm(config, arrangement, uses, usual=usual),
         link=_plan_link(config, layout, reads=reads),
         handed_over=handed,
         kept=frozenset(u.name for i, u in enumerate(layout.units) if not reads.backward[i]),
@@ -100,7 +99,10 @@ def plan_run(
         else (
             *storage_warnings(config, directories, spilled),
             *filter(None, [too_small_window(window, host.buffer_bytes)]),
+            *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
         ),
+        memory=memory,
+        is_bounded=config.tiers.host.memory is not None,
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),
         drains=config.checkpoint.drain is not None,
@@ -111,12 +113,12 @@ def plan_run(
     )
     if plan.fits:
         return plan
-    return dataclasses.replace(
+    return replace(
         plan,
         savings=tuple(possible_savings(config, model, plan, stored=stored, stores=stores)),
         smallest_anew_bytes=None
         if stored is None or "host" not in plan.short_tiers
-        else arrange_run(config, model).host.smallest_bytes,
+        else arrange_run(config, model.module).host.smallest_bytes,
     )
 
 
@@ -162,8 +164,8 @@ def plan_traffic(
         reads: How often the passes of a micro-step read each unit.
         handed_over: Names of the subgroups that the first forward does not read.
     """
-    kept_bytes = reads.kept_forward_bytes(layout)
-    later = [kept_bytes] * (config.train.micro_steps - 1)
+    first = reads.kept_forward_bytes(layout) + handed_over_bytes(layout, handed_over)
+    later = [reads.kept_forward_bytes(layout, is_first=False)] * (config.train.micro_steps - 1)
     return step_traffic(
         ModelBytes.of(layout),
         parameters=config.parameter_tier,
@@ -172,7 +174,7 @@ def plan_traffic(
         cached_state_bytes=(
             0 if host is None else cached_state_bytes(layout, config.policy.order, host.num_cached)
         ),
-        kept_forward_bytes=[kept_bytes + handed_over_bytes(layout, handed_over), *later],
+        kept_forward_bytes=[first, *later],
         kept_backward_bytes=[reads.kept_backward_bytes(layout)] * config.train.micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
     )
@@ -182,41 +184,63 @@ def _has_device_memory(config: Config) -> bool:
     return config.offload and config.tiers.device.kind != "cpu"
 
 
-def _reads(config: Config, model: nn.Module, arrangement: Arrangement) -> Reads:
-    """Returns how often the passes of a micro-step read each unit."""
-    discovered, shape = arrangement.discovered, (config.train.batch, config.model.context)
-    tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+def _uses(config: Config, model: RehearsedModel, arrangement: Arrangement) -> Uses:
+    """Returns which units a micro-step uses, in order."""
     if config.policy.parameters == "storage" or _has_device_memory(config):
-        uses = find_uses(model, discovered, tokens)
-    else:  # passes read nothing: a rehearsal would take a second for a large model
-        uses = uses_by_modules(model, discovered)
-    return reads_of(uses, _num_free_slots(config, arrangement), tiled=discovered.wide)
+        return model.uses(arrangement.discovered)
+    # Passes read nothing: a rehearsal would take a second for a large model.
+    return uses_by_modules(model.module, arrangement.discovered)
 
 
-def _handed_over(config: Config, arrangement: Arrangement, reads: Reads) -> frozenset[str]:
-    """Returns the subgroups that go from their update into a slot."""
+def _usually_before(config: Config) -> Before:
+    """Returns what every step begins after."""
+    if config.train.eval_every == 1:
+        return "validation"
+    is_each = 1 in (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    return "commit" if is_each else "step"
+
+
+def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Before) -> Rhythm:
+    """Returns what happens between the run's steps; what goes by the clock is not foreseen."""
+    commits = (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    rhythm = Rhythm(
+        validation=config.train.eval_every,
+        commits=tuple(every for every in commits if isinstance(every, int)),
+    )
+
+    def handed_bytes(before: Before) -> int:
+        names = _handed_over(config, arrangement, uses, before=before)
+        return handed_over_bytes(arrangement.layout, names)
+
+    kinds = rhythm.kinds
+    more = {kind: handed_bytes(usual) - handed_bytes(kind) for kind in kinds if len(kinds) > 1}
+    return replace(rhythm, more_read_bytes=more)
+
+
+def _handed_over(
+    config: Config, arrangement: Arrangement, uses: Uses, *, before: Before
+) -> frozenset[str]:
+    """Returns the subgroups that go from their update into a slot, in a step after `before`."""
     policy, host, layout = config.policy, arrangement.host, arrangement.layout
     if not config.offload or policy.parameters != "storage":
         return frozenset()
-    if config.train.eval_every == 1:  # the forward of a validation takes them
+    if before == "validation":  # its forward takes them
         return frozenset()
     return handed_over(
         layout,
         # Where the device has memory of its own they come through the slots in the host's.
-        min(_num_free_slots(config, arrangement), host.num_slots),
+        min(_num_slots(config, arrangement), host.num_slots),
         records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
-        tiled=arrangement.discovered.wide_names.union(
-            unit.name for index, unit in enumerate(layout.units) if not reads.forward[index]
-        ),
-        is_finished_at_once=1 in (config.tiers.storage.commit_every, config.checkpoint.save_every),
+        uses=uses,
+        tiled=arrangement.discovered.wide_names,
+        is_finished_at_once=before == "commit",
     )
 
 
-def _num_free_slots(config: Config, arrangement: Arrangement) -> int:
-    """Returns how many slots there are beside those that enclosing calls hold."""
+def _num_slots(config: Config, arrangement: Arrangement) -> int:
+    """Returns how many slots the units of the run have where it computes."""
     slots = arrangement.device if _has_device_memory(config) else arrangement.host
-    num_slots = slots.num_slots if config.offload else 0
-    return max(num_slots - (arrangement.discovered.co_resident_units - 1), 0)
+    return slots.num_slots if config.offload else 0
 
 
 def _path_profiles(
@@ -256,6 +280,7 @@ def _plan_link(config: Config, layout: ModelLayout, *, reads: Reads) -> LinkTraf
         gradient_dtype=config.train.gradient_dtype,
         micro_steps=config.train.micro_steps,
         kept_forward_bytes=reads.kept_forward_bytes(layout),
+        kept_later_bytes=reads.kept_forward_bytes(layout, is_first=False),
         kept_backward_bytes=reads.kept_backward_bytes(layout),
         adds_on_device=config.tiers.device.kind == "cuda",
     )

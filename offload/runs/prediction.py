@@ -16,12 +16,11 @@ from offload.plan.machine_profile import (
 )
 from offload.plan.run_plan import RunPlan
 from offload.runs.compared_policies import compare_policies, with_choices
-from offload.runs.loss_contract import require_contract
 from offload.runs.measurement import Measurement, OnMeasure
-from offload.runs.model import build_meta_model
 from offload.runs.planned_storage import existing_directories
 from offload.runs.planning import plan_run
 from offload.runs.profile_file import add_to_profile
+from offload.runs.rehearsal import RehearsedModel
 
 
 def plan_and_predict(
@@ -32,6 +31,7 @@ def plan_and_predict(
     machine_file: Path | None = None,
     open_keys: Collection[str] = (),
     on_measure: OnMeasure = lambda _: None,
+    model: RehearsedModel | None = None,
 ) -> RunPlan:
     """Returns the plan of a run with what a step will take. Leaves nothing on the paths.
 
@@ -49,14 +49,14 @@ def plan_and_predict(
         machine_file: The profile; None: the default one, which may be missing.
         open_keys: Of `policy`: those that the user has not set.
         on_measure: Called before each measurement.
+        model: The run's, which several plans of it share; None: it is built now.
 
     Raises:
         ConfigError: As from `plan_run`.
     """
     auto, config = config.policy.auto, config.settled()
     profile = read_profile(machine_file)
-    require_contract(config)
-    model = build_meta_model(config.model)
+    model = RehearsedModel.of(config) if model is None else model
 
     def plan_of(config: Config) -> RunPlan:
         return plan_run(config, stores=stores, profile=profile, model=model, stored=stored)

@@ -1,12 +1,16 @@
-"""In which order the passes of a model use its units: rehearsed on the meta device.
+"""In which order the passes of a model use its units: rehearsed on the meta device, once.
 
 Modules that share parameters, or that are called twice, use a unit more than once; what backward
-asks for are the weights that autograd saved. Only a pass shows both, and it needs no values.
+asks for are the weights that autograd saved. Only a pass shows both, and it needs no values. What
+was seen are modules and parameters: any cut of the model into units is looked up in it.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,83 +19,175 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from offload.plan.uses import Uses
+from offload.config import Config
+from offload.plan.uses import CallEnd, Uses
+from offload.runs.model import build_meta_model
+from offload.runs.spilled import spilled_bytes
 from offload.streaming.discovery import DiscoveredModel
 
 
-def find_uses(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> Uses:
-    """Returns the units that a micro-step uses, in order.
+class _Kind(Enum):
+    """What happened in a pass to a module or a parameter."""
 
-    Where the model needs values these are taken to be in the order of its modules.
+    BEGUN = "a call of the module began"
+    ENDED = "it ended, in whatever way"
+    GIVEN = "a function got the parameter"
+    SAVED = "autograd asked for the parameter that it had saved"
 
-    Args:
-        model: On the meta device.
-        discovered: Its units.
-        tokens: Inputs, and targets too, on the meta device.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    kind: _Kind
+    subject: nn.Module | nn.Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    loss: object
+    events: Sequence[_Event]
+
+
+class RehearsedModel:
+    """The model of a run without values; each of its passes runs when it is first asked about.
+
+    Attributes:
+        module: On the meta device.
     """
-    try:
-        return _rehearse(model, discovered, tokens)
-    except Exception:  # noqa: BLE001 - whatever the user's code raises without values
-        return uses_by_modules(model, discovered)
+
+    def __init__(self, module: nn.Module, *, batch: int, context: int) -> None:
+        self.module = module
+        self._shape = (batch, context)
+        self._watch = _Watch(module)
+        self._spilled: dict[tuple[str, str], int | None] = {}
+
+    @staticmethod
+    def of(config: Config) -> "RehearsedModel":
+        """Returns the model of a run; no pass of it has run yet.
+
+        Raises:
+            ConfigError: It can't be built.
+        """
+        module = build_meta_model(config.model)
+        return RehearsedModel(module, batch=config.train.batch, context=config.model.context)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether its forward can't be run without values."""
+        return self._forward is None
+
+    @property
+    def loss(self) -> object:
+        """What its forward returns; None where that needs values, too."""
+        return self._forward.loss if self._forward else None
+
+    def uses(self, discovered: DiscoveredModel) -> Uses:
+        """Returns the units that a micro-step uses, in order.
+
+        Where the model needs values these are taken to be in the order of its modules.
+
+        Args:
+            discovered: Its units, however it is cut.
+        """
+        if self._forward is None or self._backward is None:
+            return uses_by_modules(self.module, discovered)
+        forward = _calls_in(self._forward.events, discovered)
+        backward = _calls_in(self._backward, discovered)
+        return Uses(
+            forward=tuple(forward.uses), backward=tuple(backward.uses), ends=tuple(forward.ends)
+        )
+
+    def spilled_bytes(self, config: Config) -> int | None:
+        """Returns the most bytes of spill files, as `offload.runs.spilled` counts them.
+
+        Args:
+            config: Of the run, under any policy.
+        """
+        key = (config.activations.model_dump_json(), config.units.model_dump_json())
+        if key not in self._spilled:
+            self._spilled[key] = spilled_bytes(config)
+        return self._spilled[key]
+
+    @cached_property
+    def _forward(self) -> _Forward | None:
+        saved = saved_tensors_hooks(lambda tensor: tensor.detach(), self._watch.unpack)
+        try:
+            with _without_values(), self._watch.calls(), self._watch, saved:
+                tokens = torch.zeros(self._shape, dtype=torch.int64)
+                loss = self.module(tokens, tokens)
+        except Exception:  # noqa: BLE001 - whatever the user's code raises without values
+            return None
+        return _Forward(loss=loss, events=self._watch.take())
+
+    @cached_property
+    def _backward(self) -> Sequence[_Event] | None:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        loss: Any = self.loss
+        try:
+            with _without_values(), self._watch.calls():
+                if trained:
+                    torch.autograd.grad(loss, trained, allow_unused=True)
+        except Exception:  # noqa: BLE001 - whatever the user's code raises without values
+            return None
+        return self._watch.take()
 
 
 def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
     """Returns the uses of a model whose modules are called once each, in their order."""
-    forward: list[int] = []
+    calls = _Calls()
     backward: list[int] = []
-    for _, module in model.named_modules(remove_duplicate=False):
+
+    def walk(module: nn.Module) -> None:
         units = _units_of(module, discovered)
-        forward.extend(units)
+        calls.begin(units)
         if not isinstance(module, nn.Embedding):  # backward asks for none of its weights
             backward.extend(units)
-    return Uses(forward=tuple(forward), backward=tuple(reversed(backward)))
+        for child in module._modules.values():
+            if child is not None:
+                walk(child)
+        calls.end(units)
+
+    walk(model)
+    return Uses(
+        forward=tuple(calls.uses), backward=tuple(reversed(backward)), ends=tuple(calls.ends)
+    )
 
 
-def _rehearse(model: nn.Module, discovered: DiscoveredModel, tokens: Tensor) -> Uses:
-    watch = _Watch(discovered)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    saved = saved_tensors_hooks(lambda tensor: tensor.detach(), watch.unpack)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]), watch.calls_of(model):
-        with watch, saved:
-            loss = model(tokens, tokens)
-        forward, watch.uses = watch.uses, []
-        if trained:
-            torch.autograd.grad(loss, trained, allow_unused=True)
-    return Uses(forward=tuple(forward), backward=tuple(watch.uses))
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which units are used, in the calls of modules, outside them, and by autograd."""
+    """Notes the calls of modules, parameters outside them, and those that autograd asks for."""
 
-    def __init__(self, discovered: DiscoveredModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.uses: list[int] = []
-        self._discovered = discovered
-        self._held: Counter[int] = Counter()
-        parameters = [
-            (parameter, index)
-            for index, unit in enumerate(discovered.units)
-            for parameter in unit.parameters.values()
-        ]
-        self._unit_of = {id(parameter): index for parameter, index in parameters}
-        self._unit_of_memory = {_memory_of(parameter): index for parameter, index in parameters}
+        self._events: list[_Event] = []
+        self._model = model
+        self._own = {id(parameter) for parameter in model.parameters()}
+        self._parameter_of_memory = {_memory_of(each): each for each in model.parameters()}
+
+    def take(self) -> Sequence[_Event]:
+        """Returns what was noted since the last time."""
+        events, self._events = self._events, []
+        return events
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         for each in tree_leaves((args, kwargs)):
-            if isinstance(each, nn.Parameter) and id(each) in self._unit_of:
-                self._use(self._unit_of[id(each)])
+            if isinstance(each, nn.Parameter) and id(each) in self._own:
+                self._note(_Kind.GIVEN, each)
         return function(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def calls_of(self, model: nn.Module) -> Iterator[None]:
-        """Watches the calls of the modules that need units."""
+    def calls(self) -> Iterator[None]:
+        """Watches the calls of all modules."""
         handles = []
-        for module in model.modules():
-            if _units_of(module, self._discovered):
-                handles.append(module.register_forward_pre_hook(self._begin))
-                handles.append(module.register_forward_hook(self._end, always_call=True))
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(self._begin))
+            handles.append(module.register_forward_hook(self._end, always_call=True))
         try:
             yield
         finally:
@@ -99,23 +195,64 @@ class _Watch(TorchFunctionMode):
                 handle.remove()
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """Notes a weight that autograd saved and asks for; a run of one unit's is one use."""
-        index = self._unit_of_memory.get(_memory_of(tensor))
-        if index is not None and self.uses[-1:] != [index]:
-            self._use(index)
+        """Notes a weight that autograd saved and asks for."""
+        parameter = self._parameter_of_memory.get(_memory_of(tensor))
+        if parameter is not None:
+            self._note(_Kind.SAVED, parameter)
         return tensor
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        for index in _units_of(module, self._discovered):
-            self._use(index)
-            self._held[index] += 1
+        self._note(_Kind.BEGUN, module)
 
     def _end(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        self._held.subtract(_units_of(module, self._discovered))
+        self._note(_Kind.ENDED, module)
 
-    def _use(self, index: int) -> None:
-        if not self._held[index]:
-            self.uses.append(index)
+    def _note(self, kind: _Kind, subject: nn.Module | nn.Parameter) -> None:
+        self._events.append(_Event(kind=kind, subject=subject))
+
+
+class _Calls:
+    """Uses of units, in order; inside a call that has a unit there is none of that unit."""
+
+    def __init__(self) -> None:
+        self.uses: list[int] = []
+        self.ends: list[CallEnd] = []
+        self._held: Counter[int] = Counter()
+
+    def begin(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self.use(unit)
+            self._held[unit] += 1
+
+    def end(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._held[unit] -= 1
+            if not self._held[unit]:
+                self.ends.append(CallEnd(unit=unit, num_before=len(self.uses)))
+
+    def use(self, unit: int) -> None:
+        if not self._held[unit]:
+            self.uses.append(unit)
+
+
+def _calls_in(events: Sequence[_Event], discovered: DiscoveredModel) -> _Calls:
+    """Returns the units that a pass used, in order: a call holds those that it needs."""
+    unit_of = {
+        id(parameter): index
+        for index, unit in enumerate(discovered.units)
+        for parameter in unit.parameters.values()
+    }
+    calls = _Calls()
+    for event in events:
+        if isinstance(event.subject, nn.Module):
+            units = _units_of(event.subject, discovered)
+            (calls.begin if event.kind is _Kind.BEGUN else calls.end)(units)
+            continue
+        index = unit_of[id(event.subject)]
+        # Of what autograd asks for a run of one unit's weights is one use.
+        if event.kind is _Kind.GIVEN or calls.uses[-1:] != [index]:
+            calls.use(index)
+    return calls
 
 
 def _units_of(module: nn.Module, discovered: DiscoveredModel) -> tuple[int, ...]:

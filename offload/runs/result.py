@@ -1,7 +1,7 @@
 """What a run reports at its end."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ class TrainResult:
     """The result of `offload train`; None where a figure does not apply.
 
     Times and bytes of a step are medians over the steps after the second of this process; with
-    order `alternating` bytes are the mean of those of odd and of even steps.
+    order `alternating` bytes are the mean of those of odd and of even steps, and where steps after
+    a commit or a validation read more, bytes are means over the steps.
     """
 
     run_dir: str | None
@@ -118,6 +119,7 @@ class StepMedians:
         bounds: Sequence[Bound | None],
         *,
         in_turns: bool = False,
+        kind_of: Callable[[int], str] | None = None,
     ) -> "StepMedians":
         """Returns the medians over `steps` of one process, in order; skipped ones don't count.
 
@@ -125,13 +127,16 @@ class StepMedians:
             steps: Of one process, in order.
             bounds: Those of each.
             in_turns: Whether odd and even steps move other bytes.
+            kind_of: Gives the kind of a step, where each kind reads other bytes.
         """
         pairs = zip(steps[NUM_WARM_UP_STEPS:], bounds[NUM_WARM_UP_STEPS:], strict=True)
         kept = [(step, bound) for step, bound in pairs if not step.skipped]
         measured = [step for step, _ in kept]
         known = [bound for _, bound in kept if bound is not None]
         return StepMedians(
-            read_bytes=typical_bytes([s.read_bytes for s in measured], in_turns=in_turns),
+            read_bytes=typical_bytes([s.read_bytes for s in measured], in_turns=in_turns)
+            if kind_of is None
+            else _mean_of_kinds({s.step: s.read_bytes for s in measured}, kind_of),
             write_bytes=typical_bytes([s.write_bytes for s in measured], in_turns=in_turns),
             activation_offload_bytes=_whole(
                 _median(step.activation_offload_bytes for step in measured)
@@ -164,6 +169,15 @@ def typical_bytes(values: Sequence[int], *, in_turns: bool) -> int | None:
     turns = [values[::2], values[1::2]] if in_turns else [values]
     medians = [statistics.median(each) for each in turns if each]
     return round(statistics.mean(medians)) if medians else None
+
+
+def _mean_of_kinds(bytes_of_steps: Mapping[int, int], kind_of: Callable[[int], str]) -> int | None:
+    """Returns the mean over steps, of which each counts as the median of its kind."""
+    kinds: dict[str, list[int]] = {}
+    for step, num_bytes in bytes_of_steps.items():
+        kinds.setdefault(kind_of(step), []).append(num_bytes)
+    total = sum(statistics.median(each) * len(each) for each in kinds.values())
+    return round(total / len(bytes_of_steps)) if bytes_of_steps else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

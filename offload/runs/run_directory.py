@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.config import Config
 from offload.errors import ConfigError, StorageError
+from offload.storage.ownership import RUN_OWNER_FILE
 from offload.storage.summary import has_commit
 
 AUTO = "auto"
@@ -49,13 +50,14 @@ class RunDirectory:
         return self.path / METRICS_FILE
 
     def prepare(self, config: Config, *, plan: Mapping[str, Any]) -> None:
-        """Makes the directory with config and plan; a new run drops what an aborted start left.
+        """Writes config and plan; a new run drops what an aborted start left.
+
+        The directory is there, and this process owns it.
 
         Raises:
             StorageError: A file can't be written.
         """
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.is_resumed:
                 for name in _FILES:
                     (self.path / name).unlink(missing_ok=True)
@@ -185,13 +187,13 @@ def _unused_default() -> Path:
 
 def _require_unused(path: Path) -> None:
     try:
-        is_used = path.is_dir() and any(path.iterdir())
+        names = {each.name for each in path.iterdir()} if path.is_dir() else set()
     except OSError as error:
         raise ConfigError(
             f"cannot use run directory `{path}`: expected a readable directory, found "
             f"{error.strerror or error}; choose another `--run-dir`"
         ) from error
-    if is_used:
+    if names - {RUN_OWNER_FILE}:
         raise ConfigError(
             f"cannot start in run directory `{path}`: expected a new or empty directory, found "
             "files in it; add `--resume auto` to go on, or choose another `--run-dir`"

@@ -39,8 +39,15 @@ def run_result(
     """
     recorder, stats = summary.recorder, summary.stats
     in_turns = is_in_turns(config.policy.order)
-    medians = StepMedians.of(recorder.rated(machine), recorder.bounds(machine), in_turns=in_turns)
-    beside_mean = _state_beside_mean(config, plan, measured_steps(recorder.steps))
+    rhythm, measured = plan.rhythm, measured_steps(recorder.steps)
+    medians = StepMedians.of(
+        recorder.rated(machine),
+        recorder.bounds(machine),
+        in_turns=in_turns,
+        kind_of=None if rhythm.is_even else rhythm.before,
+    )
+    beside_mean = _state_beside_mean(config, plan, measured)
+    more_read = rhythm.mean_more_bytes([step.step for step in measured])
     losses = [step.loss for step in recorder.steps]
     return TrainResult(
         run_dir=str(directory.path),
@@ -70,7 +77,7 @@ def run_result(
         commit_bytes=stats.commit_bytes,
         read_bytes_per_step=medians.read_bytes,
         write_bytes_per_step=medians.write_bytes,
-        formula_read_bytes_per_step=plan.traffic.read_bytes + beside_mean,
+        formula_read_bytes_per_step=plan.traffic.read_bytes + beside_mean + more_read,
         formula_write_bytes_per_step=plan.traffic.write_bytes + beside_mean,
         step_s=medians.step_s,
         forward_s=medians.forward_s,

@@ -1,19 +1,19 @@
 """What could be given up so that a run fits a tier that is too small for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
-from torch import nn
 
 from offload.config import Config
+from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.plan.explanation import Saving
 from offload.plan.run_plan import RunPlan
 from offload.runs.planned_storage import plan_storage
 from offload.runs.planned_units import arrange_run
-from offload.runs.spilled import spilled_bytes
+from offload.runs.rehearsal import RehearsedModel
 from offload.streaming.arrangement import Arrangement
 
 
@@ -81,7 +81,7 @@ _CHANGES = (
 
 def possible_savings(
     config: Config,
-    model: nn.Module,
+    model: RehearsedModel,
     plan: RunPlan,
     *,
     stored: ModelLayout | None,
@@ -89,37 +89,78 @@ def possible_savings(
 ) -> Iterator[Saving]:
     """Yields changes with which less would do of the tiers that are too small.
 
+    Each by itself, and, where none of them is enough, those of a tier that help together.
+
     Args:
         config: Of the run.
-        model: Without values.
+        model: Of the run.
         plan: Of the run as it is.
         stored: The layout of the store that is gone on with.
         stores: Where the store goes on each path.
     """
-    for change in _CHANGES:
-        values = {key: value for key, value in change.values.items() if _at(config, key) != value}
-        if change.tier not in plan.short_tiers or not values:
-            continue
-        changed = config
+
+    def smallest_bytes(config: Config, tier: str) -> int | None:
+        try:
+            arranged = arrange_run(config, model.module, stored=stored)
+        except ConfigError:  # a combination that is refused saves nothing
+            return None
+        spilled = model.spilled_bytes(config) or 0
+        return _smallest_bytes(config, arranged, tier, stores, spilled)
+
+    for tier in plan.short_tiers:
+        begun = _Changed(config=config, smallest_bytes=plan.smallest_bytes[tier] or 0)
+        changes = [change for change in _CHANGES if change.tier == tier]
+        singles = [each for c in changes if (each := begun.with_change(c, smallest_bytes))]
+        yield from (single.saving(tier) for single in singles)
+        together = begun
+        for change in changes:
+            together = together.with_change(change, smallest_bytes) or together
+        least_bytes = min((single.smallest_bytes for single in singles), default=0)
+        if together.smallest_bytes < least_bytes > plan.budget_bytes[tier]:
+            yield together.saving(tier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changed:
+    """A run with some changes, and how much it needs of the tier that they are for."""
+
+    config: Config
+    smallest_bytes: int
+    values: Mapping[str, str | int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+    def with_change(
+        self, change: _Change, smallest_bytes: Callable[[Config, str], int | None]
+    ) -> "_Changed | None":
+        """Returns it with one more; None where that needs no less."""
+        values = {k: value for k, value in change.values.items() if _at(self.config, k) != value}
+        changed = self.config
         for key, value in values.items():
             changed = _with(changed, key, value)
-        arranged = arrange_run(changed, model, stored=stored)
-        smaller_bytes = _smallest_bytes(changed, arranged, change.tier, stores)
-        if smaller_bytes < (plan.smallest_bytes[change.tier] or 0):
-            settings = (f"{key} = {_written(value)}" for key, value in values.items())
-            yield Saving(
-                change=", ".join(settings),
-                tier=change.tier,
-                smallest_bytes=smaller_bytes,
-                why=change.why,
-            )
+        smaller_bytes = smallest_bytes(changed, change.tier) if values else None
+        if smaller_bytes is None or smaller_bytes >= self.smallest_bytes:
+            return None
+        return _Changed(
+            config=changed,
+            smallest_bytes=smaller_bytes,
+            values={**self.values, **values},
+            reasons=(*self.reasons, change.why),
+        )
+
+    def saving(self, tier: str) -> Saving:
+        settings = (f"{key} = {_written(value)}" for key, value in self.values.items())
+        return Saving(
+            change=", ".join(settings),
+            tier=tier,
+            smallest_bytes=self.smallest_bytes,
+            why=", and ".join(self.reasons),
+        )
 
 
 def _smallest_bytes(
-    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path]
+    config: Config, arranged: Arrangement, tier: str, stores: Sequence[Path], spilled: int
 ) -> int:
     if tier == "storage":
-        spilled = spilled_bytes(config) or 0
         storage = plan_storage(config, arranged.layout, arranged.host, stores, spilled)
         return storage.planned_bytes
     return arranged.device.smallest_bytes if tier == "device" else arranged.host.smallest_bytes

@@ -14,14 +14,16 @@ from offload.runs.compatibility import require_compatible
 from offload.runs.data import Text, open_text
 from offload.runs.planning import plan_run
 from offload.runs.refinement import refine_profile
+from offload.runs.rehearsal import RehearsedModel
 from offload.runs.restore import copy_in
 from offload.runs.result import TrainResult
 from offload.runs.run_directory import CONFIG_FILE, Resume, RunDirectory, resolve_run_directory
+from offload.runs.run_owner import owning
 from offload.runs.run_rates import probe_run, probe_run_again
 from offload.runs.run_result import run_result
 from offload.runs.training_run import Progress, TrainingRun
 from offload.runs.warm_up import warm_up
-from offload.storage.ownership import require_unowned
+from offload.storage.ownership import RUN_OWNER_FILE, require_unowned
 
 _LOG = logging.getLogger("offload.runs")
 
@@ -52,29 +54,40 @@ def run_training(
     """
     require_device(config.tiers.device.kind)
     directory = resolve_run_directory(config, run_dir=run_dir, resume=resume)
+    require_unowned(directory.path, file=RUN_OWNER_FILE)
     if directory.is_resumed and directory.copied_from is None:
         _require_resumable(config, directory)
     _require_unowned(directory)
-    stored = _stored_layout(directory)
-    config = settle_policy(config, directory, stored=stored, on_notice=on_notice)
-    plan = plan_run(config, stores=directory.stores, stored=stored)
-    plan.require_fit()
+    config, plan = _settle(config, directory, on_notice=on_notice)
     text = _open_text(config)
     warm_up(config)
-    _require_unowned(directory)  # another may have begun while this one was planned
-    directory.prepare(config, plan=plan.to_json())
-    for warning in plan.warnings:
-        _LOG.warning("%s", warning)
-    if directory.copied_from is not None:
-        copy_in(config, directory)
-    return _carry_out(
-        config,
-        directory=directory,
-        plan=plan,
-        text=text,
-        progress=progress,
-        validates=validates,
-    )
+    is_named = run_dir is not None or resume is not None
+    with owning(config, directory, is_named=is_named, resume=resume) as directory:
+        _require_unowned(directory)  # another may have taken a store while this run was planned
+        directory.prepare(config, plan=plan.to_json())
+        for warning in plan.warnings:
+            _LOG.warning("%s", warning)
+        if directory.copied_from is not None:
+            copy_in(config, directory)
+        return _carry_out(
+            config,
+            directory=directory,
+            plan=plan,
+            text=text,
+            progress=progress,
+            validates=validates,
+        )
+
+
+def _settle(
+    config: Config, directory: RunDirectory, *, on_notice: OnNotice
+) -> tuple[Config, RunPlan]:
+    """Returns the run with a value for every key of its policy, and its plan, which fits."""
+    stored, model = _stored_layout(directory), RehearsedModel.of(config)
+    config = settle_policy(config, directory, stored=stored, on_notice=on_notice, model=model)
+    plan = plan_run(config, stores=directory.stores, stored=stored, model=model)
+    plan.require_fit()
+    return config, plan
 
 
 def _carry_out(

@@ -3,13 +3,14 @@
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from offload.config import Config
+from offload.errors import ModelError, OffloadError
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.runs.activations import ActivationMeter
@@ -84,6 +85,9 @@ class TrainingRun:
         self._path_rates = _round_trip_rates(machine)
         self._commits = config.offload and config.tiers.storage.durability == "commit"
         self._committed: int | None = None
+        self._done = 0
+        self._updated = 0
+        """As `_done`, steps done in all, but before a step has its line."""
         self._commit_interval = Interval(config.tiers.storage.commit_every)
         self._save_interval = Interval(config.checkpoint.save_every)
         self._commit_s: list[float] = []
@@ -108,7 +112,11 @@ class TrainingRun:
             _LOG.warning("the RSS peak cannot be reset by this process: it is sampled")
         rss_baseline_bytes = self._rss.sample()
         started_s = time.perf_counter()
-        with StopRequest() as stop, self._session() as session:
+        with (
+            StopRequest() as stop,
+            self._session() as session,
+            self._keeping_steps(session),
+        ):
             loop = self._build(session)
             first_step = self._restore(session) + 1
             self._recovery_s = time.perf_counter() - started_s
@@ -175,13 +183,12 @@ class TrainingRun:
             return 0
         done = restore(session.metadata)
         truncate_metrics(self._directory.metrics, step=done)
-        self._committed = done
+        self._committed = self._done = self._updated = done
         return done
 
     def _run_steps(
         self, first_step: int, loop: TrainingLoop, session: Session, stop: StopRequest
     ) -> int:
-        done = first_step - 1
         with MetricsFile(self._directory.metrics) as metrics_file:
             for step in range(first_step, self._config.train.steps + 1):
                 if stop.is_set:
@@ -191,12 +198,40 @@ class TrainingRun:
                 metrics_file.append(metrics)
                 if self._progress is not None:
                     self._progress(metrics)
-                done = step
+                self._done = step
                 if self._save_interval.is_due(step) and self._commits:
                     self._save(step, session)
                 elif self._is_commit_due(step):
                     self._commit(step, session)
-        return done
+        return self._done
+
+    @contextmanager
+    def _keeping_steps(self, session: Session) -> Iterator[None]:
+        """Commits the steps before one in which the user's code raises, and says what is left."""
+        try:
+            yield
+        except ModelError as error:
+            try:
+                if self._commits and self._committed != self._done == self._updated:
+                    self._commit(self._done, session)
+                left = self._what_is_left()
+            except OffloadError as failure:
+                left = f"{self._what_is_left()}; the commit of later steps failed: {failure}"
+            raise ModelError(
+                f"the run ended after step {self._updated} of {self._config.train.steps}: expected "
+                f"a loss and its gradients, found that {error}; correct that, {left}. "
+                "`offload --verbose train` shows the traceback"
+            ) from error.__cause__
+
+    def _what_is_left(self) -> str:
+        """Returns where a run goes on that an error ended, and which steps it does not keep."""
+        resume = f"`--run-dir {self._directory.path} --resume auto`"
+        if not self._committed:
+            lost = f"; {self._updated} steps were not committed" if self._updated else ""
+            return f"and start anew with {resume}{lost}"
+        lost_steps = self._updated - self._committed
+        lost = f"; {lost_steps} later ones are lost" if lost_steps else ": no step is lost"
+        return f"and go on with {resume} after step {self._committed}, which is committed{lost}"
 
     def _run_step(self, step: int, loop: TrainingLoop, session: Session) -> StepMetrics:
         before = session.stats()
@@ -207,6 +242,7 @@ class TrainingRun:
             )
             outcome = loop.run_step(step, clock)
             times = clock.stop()
+        self._updated = step
         after = session.stats()
         rss_bytes = self._rss.sample()
         validation_loss = loop.validate() if self._is_validation_due(step) else None

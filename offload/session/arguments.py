@@ -1,12 +1,17 @@
-"""The arguments of a session, as values of a configuration."""
+"""The arguments of a session and of `wrap`: what they may be, as values of a configuration."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from offload.config import Config, build_config, load_config
+from offload.devices import Device
+from offload.errors import ConfigError, StoreError
 from offload.sizes import parse_size
+from offload.streaming.swap import Streamed
 
 _log = logging.getLogger("offload.session")
 
@@ -44,3 +49,35 @@ def path_list(paths: str | Path | Sequence[str | Path] | None) -> list[str] | No
 def size_bytes(value: str | int | None) -> int | None:
     """Returns a size, such as `"4GiB"`, in bytes."""
     return parse_size(value) if isinstance(value, str) else value
+
+
+def device_bytes(value: str | int | None, device: Device) -> int | None:
+    """Returns a model's part of the device's memory in bytes.
+
+    Raises:
+        ConfigError: There is one on a device that has no memory of its own.
+    """
+    if value is not None and device.is_unified:
+        raise ConfigError(
+            "cannot give a model `device_memory` on a device that computes in host memory: "
+            f"expected none, found `{value}`; pass `host_memory`"
+        )
+    return size_bytes(value)
+
+
+def require_plain(model: object) -> None:
+    """Checks that `model` is one of torch's, which no session has wrapped.
+
+    Raises:
+        ConfigError: It is no module.
+        StoreError: It is wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"cannot wrap `{type(model).__name__}`: expected a torch.nn.Module; pass the model"
+        )
+    if any(isinstance(module, Streamed) for module in model.modules()):
+        raise StoreError(
+            "cannot wrap a model that another session has wrapped: expected a plain model; "
+            "close that session, or build another model"
+        )

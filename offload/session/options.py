@@ -1,4 +1,4 @@
-"""How the configuration of a session says that a model is wrapped."""
+"""How the configuration of a session says that a model is wrapped, and where it computes."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from offload.config import Config
+from offload.devices import Device, make_device
 from offload.plan.activations import plan_activations
 from offload.plan.machine_profile import read_profile
 from offload.plan.window import window_bytes_for
 from offload.session.arguments import resolve
+from offload.sizes import parse_duration
 from offload.streaming.activations import ActivationOptions
 from offload.streaming.unit_modules import UnitRules
 from offload.streaming.wrap_options import WrapOptions
@@ -45,6 +47,21 @@ def wrap_options(
         units=UnitRules.of(config.units),
         overlap=config.policy.overlap if config.offload else "none",
         window_bytes=window_bytes_for(config.tiers.host.window, roots, read_profile()),
+    )
+
+
+def device_of(config: Config) -> Device:
+    """Returns the device where models compute, not yet open.
+
+    Raises:
+        ConfigError: This machine has none of its kind.
+    """
+    tier = config.tiers.device
+    return make_device(
+        tier.kind,
+        memory_bytes=tier.memory if config.offload else None,
+        link_bytes_per_s=tier.link_rate,
+        link_latency_s=parse_duration(tier.link_latency) if tier.link_latency else 0.0,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.config import Config
-from offload.devices import Device, make_device
+from offload.devices import Device
 from offload.errors import ConfigError, StoreError
 from offload.optim.adagrad import Adagrad
 from offload.optim.adam import Adam
@@ -21,19 +21,17 @@ from offload.optim.commit_head import CommitHead
 from offload.optim.kernels import Kernels, load_kernels
 from offload.optim.lion import Lion
 from offload.optim.muon import Muon
-from offload.optim.record_names import parameters_by_record
+from offload.optim.record_names import describe_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
-from offload.session.arguments import path_list, resolve, size_bytes
-from offload.session.options import warn_of_tiers, wrap_options
+from offload.session.arguments import device_bytes, path_list, require_plain, resolve, size_bytes
+from offload.session.options import device_of, warn_of_tiers, wrap_options
 from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
-from offload.sizes import parse_duration
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.store import BlockStore
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
-from offload.streaming.swap import Streamed
 from offload.streaming.wrapped import WrappedModel
 
 Made = TypeVar("Made", bound=OffloadOptimizer)
@@ -144,7 +142,7 @@ class Session:
         if self._is_open:
             return
         self._kernels = load_kernels()
-        self._device = self._make_device()
+        self._device = device_of(self.config)
         self._device.open()
         self._is_open = True
         if not self._roots:
@@ -219,29 +217,19 @@ class Session:
                 store holds another model.
         """
         self._require_open("wrap a model")
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"cannot wrap `{type(model).__name__}`: expected a torch.nn.Module; pass the model"
-            )
-        if any(isinstance(module, Streamed) for module in model.modules()):
-            raise StoreError(
-                "cannot wrap a model that another session has wrapped: expected a plain model; "
-                "close that session, or build another model"
-            )
+        require_plain(model)
         self._models.require_new(name or MAIN, model)
         if name:
             require_checkpoint_name(name)
         assert self._device is not None
-        if device_memory is not None and self._device.is_unified:
-            raise ConfigError(
-                "cannot give a model `device_memory` on a device that computes in host memory: "
-                f"expected none, found `{device_memory}`; pass `host_memory`"
-            )
         warn_of_tiers(self.config)
         options = dataclasses.replace(
             wrap_options(self.config, training=training, units=units, roots=self._roots),
             name=name,
-            **self._models.parts(host=size_bytes(host_memory), device=size_bytes(device_memory)),
+            **self._models.parts(
+                host=size_bytes(host_memory),
+                device=device_bytes(device_memory, self._device),
+            ),
         )
         assert self._kernels is not None
         point = self._resume_point
@@ -456,20 +444,7 @@ class Session:
         layouts = [model.layout for model in self._models.all()]
         if self._store is not None and self._store.head is not None:
             layouts += CommitHead.from_json(self._store.head).layouts()
-        for layout in layouts:
-            names = parameters_by_record(layout).get(record)
-            if names:
-                return f"parameters {names}"
-        return "no parameter of the model" if layouts else "parameters of an unknown model"
-
-    def _make_device(self) -> Device:
-        tier = self.config.tiers.device
-        return make_device(
-            tier.kind,
-            memory_bytes=tier.memory if self.config.offload else None,
-            link_bytes_per_s=tier.link_rate,
-            link_latency_s=parse_duration(tier.link_latency) if tier.link_latency else 0.0,
-        )
+        return describe_record(record, layouts)
 
     def _require_open(self, action: str) -> None:
         if not self._is_open:

@@ -82,7 +82,7 @@ def count(
     counters = [m.residency.counters for m in models.all() if m.residency is not None]
     accesses = sum(each.accesses for each in counters)
     hits = sum(each.prefetch_hits for each in counters)
-    moved = models.without_others(wrapped.counters.moved())
+    moved = wrapped.counters.moved()
     activations = wrapped.counters.activations
     return SessionStats(
         read_bytes=moved.read_bytes,
@@ -91,13 +91,13 @@ def count(
         if io
         else 0,
         cache_hit_bytes=moved.cache_hit_bytes,
-        moved_by_steps=models.without_others(wrapped.counters.moved_by_steps()),
+        moved_by_steps=wrapped.counters.moved_by_steps(),
         io_wait_s=sum(m.counters.io_wait_s for m in models.all()),
         update_s=wrapped.counters.update_s,
         update_wait_s=wrapped.counters.update_wait_s[0],
         update_io_wait_s=wrapped.counters.update_wait_s[1],
         update_read_bytes=wrapped.counters.update_read_bytes,
-        ahead_read_bytes=wrapped.counters.ahead_read_bytes,
+        ahead_read_bytes=sum(m.counters.ahead_read_bytes for m in models.all()),
         stalls=wrapped.counters.stalls,
         accesses=accesses,
         updated_in_place=sum(each.updated_in_place for each in counters),

@@ -7,6 +7,7 @@ from pathlib import Path
 from offload.storage.ownerships import Ownerships
 from offload.storage.store_directories import delete_unused
 from offload.storage.store_parts import StoreParts
+from offload.storage.store_paths import close_paths
 
 
 def close_parts(
@@ -22,9 +23,9 @@ def close_parts(
     is_deleted = False
     try:
         if parts is not None:
-            parts.transfers.wait_all()
-            for path in parts.paths:
-                path.data.close()
+            with contextlib.ExitStack() as stack:  # an interrupt of the wait too closes all files
+                stack.callback(close_paths, parts.paths)
+                parts.transfers.wait_all()
             if made is not None and not parts.versions.records():
                 is_deleted = delete_unused([path.root for path in parts.paths])
     finally:

@@ -23,6 +23,8 @@ from offload.storage.heartbeat import DEAD_AFTER_S, Heartbeat, silent_s
 from offload.storage.mounts import is_on_network
 
 OWNER_FILE = "offload-owner"
+RUN_OWNER_FILE = "run-owner"
+"""Of a run directory, which is owned from before its config is written until its run has ended."""
 
 _log = logging.getLogger("offload.storage")
 
@@ -52,14 +54,14 @@ class OwnerRecord:
 
 
 class Ownership:
-    """The exclusive right to write one store directory.
+    """The exclusive right to write one store directory, or one run directory.
 
     Attributes:
         record: This process's claim while it is held.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._path = root / OWNER_FILE
+    def __init__(self, root: Path, *, file: str = OWNER_FILE) -> None:
+        self._path = root / file
         self._heartbeat = Heartbeat(self._path)
         self._fd = -1
         self.record: OwnerRecord | None = None
@@ -80,8 +82,11 @@ class Ownership:
             if is_shared and is_locked and previous is not None:
                 _require_silent(previous, self._path)
             if previous is not None:
-                _log.warning(
-                    "store `%s` was not closed by %s, which has ended; taken over",
+                kind = _kind_of(self._path)
+                _log.log(  # of a run, its store says the same
+                    logging.WARNING if kind == "store" else logging.INFO,
+                    "%s `%s` was not closed by %s, which has ended; taken over",
+                    kind,
                     self._path.parent,
                     previous.describe(),
                 )
@@ -130,9 +135,9 @@ class Ownership:
             self._fd, self.record = -1, None
 
 
-def live_owner(root: Path) -> OwnerRecord | None:
+def live_owner(root: Path, *, file: str = OWNER_FILE) -> OwnerRecord | None:
     """Returns the record of the process that owns the store now, or None. Takes nothing."""
-    path = root / OWNER_FILE
+    path = root / file
     try:
         fd = _open(path, os.O_RDONLY)
     except StorageError:
@@ -151,11 +156,11 @@ def live_owner(root: Path) -> OwnerRecord | None:
         os.close(fd)
 
 
-def require_unowned(root: Path) -> None:
-    """Raises StoreError where a process owns the store now. Takes nothing."""
-    owner = live_owner(root)
+def require_unowned(root: Path, *, file: str = OWNER_FILE) -> None:
+    """Raises StoreError where a process owns the directory now. Takes nothing."""
+    owner = live_owner(root, file=file)
     if owner is not None:
-        raise _owned(root / OWNER_FILE, owner)
+        raise _owned(root / file, owner)
 
 
 def current_process() -> OwnerRecord:
@@ -217,8 +222,8 @@ def _require_silent(owner: OwnerRecord, path: Path) -> None:
     quiet_s = silent_s(path)
     if quiet_s is None or quiet_s < DEAD_AFTER_S:
         raise StoreError(
-            f"cannot own store `{path.parent}`: expected no owner, found {owner.describe()}, which "
-            "cannot be seen from here and gave a sign of life "
+            f"cannot own {_kind_of(path)} `{path.parent}`: expected no owner, found "
+            f"{owner.describe()}, which cannot be seen from here and gave a sign of life "
             f"{'lately' if quiet_s is None else f'{max(quiet_s, 0):.0f} s ago'}; end it there, or "
             f"try again when it has been silent for {DEAD_AFTER_S:.0f} s",
             is_refusal=True,
@@ -244,10 +249,14 @@ def _owned(path: Path, owner: OwnerRecord | None) -> StoreError:
     else:
         who = owner.describe()
     return StoreError(
-        f"cannot own store `{path.parent}`: expected no owner, found {who}; "
+        f"cannot own {_kind_of(path)} `{path.parent}`: expected no owner, found {who}; "
         "wait until it ends, end it, or use another directory",
         is_refusal=True,
     )
+
+
+def _kind_of(path: Path) -> str:
+    return "run directory" if path.name == RUN_OWNER_FILE else "store"
 
 
 def _is_alive(record: OwnerRecord) -> bool | None:

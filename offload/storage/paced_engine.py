@@ -23,7 +23,7 @@ class PacedTicket:
 
     def __init__(self) -> None:
         self._started = threading.Event()
-        self._lock = threading.Lock()  # of starting and of the next
+        self._lock = threading.Lock()  # of starting and its report, and of the next
         self._event_fd: int | None = None
         self._ticket: Ticket | None = None
         self._error: StorageError | None = None
@@ -44,9 +44,10 @@ class PacedTicket:
 
     def done(self) -> bool:
         """Tells whether `wait` would return or raise at once."""
-        if not self._started.is_set():
-            return False
-        return self._ticket is None or self._ticket.done()
+        with self._lock:  # who was told of the end asks while that is still being reported
+            if not self._started.is_set():
+                return False
+            return self._ticket is None or self._ticket.done()
 
     def notify(self, event_fd: int | None) -> bool:
         """Has 1 added to an eventfd when the transfer is over; as `engine.Ticket.notify`."""
@@ -67,14 +68,14 @@ class PacedTicket:
             self._ticket = ticket
             if self._event_fd is not None:
                 ticket.notify(self._event_fd)
-        self._started.set()
+            self._started.set()
 
     def fail(self, error: StorageError) -> None:
         with self._lock:
             self._error = error
             if self._event_fd is not None:
                 os.eventfd_write(self._event_fd, 1)
-        self._started.set()
+            self._started.set()
 
 
 class PacedEngine:

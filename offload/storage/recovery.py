@@ -1,20 +1,114 @@
 """Opening what a commit left: which directories it takes, and whether all of it is there."""
 
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from offload.errors import CorruptStateError
+from offload.errors import CorruptStateError, StorageError
+from offload.sizes import format_size
 from offload.storage.data_file import data_file_name
 from offload.storage.manifest import Manifest
 from offload.storage.opening import FoundStore
-from offload.storage.store_parts import StoreParts
+from offload.storage.store_directories import take_new_directories
+from offload.storage.store_options import StoreOptions
+from offload.storage.store_parts import StoreParts, open_parts
 from offload.storage.store_paths import OpenPath, PathUse, StorePath
 
 _log = logging.getLogger("offload.storage")
 
 
-def configs_of(
+class Recovery:
+    """Opens the paths of a commit, and those asked for besides; then makes the commit current.
+
+    Between the two the store's parts are there, so that messages can say what records hold.
+    """
+
+    def __init__(
+        self,
+        found: FoundStore,
+        options: StoreOptions,
+        *,
+        read_only: bool,
+        refused: Mapping[Path, StorageError],
+    ) -> None:
+        """Stores its arguments.
+
+        Args:
+            found: The commit; unless `read_only`, this process owns its directories.
+            options: What the store is opened with; it keeps the blocks that it has.
+            read_only: Changes nothing.
+            refused: Directories that cannot be written, and why.
+        """
+        self._found = found
+        self._options = options
+        self._read_only = read_only
+        self._refused = refused
+        self._created_in: tuple[Path, ...] = ()
+
+    def open(self, *, acquire: Callable[[Sequence[Path]], None]) -> StoreParts:
+        """Returns the parts of the store, whose files the caller closes.
+
+        Args:
+            acquire: Takes the ownership of directories that are new to the store, or raises.
+
+        Raises:
+            StoreError: Something else is in a new directory.
+            CorruptStateError: A data file is missing.
+        """
+        manifest = self._found.manifest
+        options = _with_blocks_of(manifest, self._options)
+        _require_readable(self._found, root=options.root, advice=options.advise())
+        configs = _configs_of(self._found, options.paths, read_only=self._read_only)
+        added = range(manifest.num_paths, len(configs))
+        self._created_in = take_new_directories(
+            [configs[index].root for index in added], acquire=acquire
+        )
+        return open_parts(
+            options,
+            configs,
+            creates=added,
+            store_id=manifest.store_id or uuid.uuid4().hex,
+            reads_only={c.root for c in configs if self._read_only or c.root in self._refused},
+            read_only=self._read_only,
+        )
+
+    def load(self, parts: StoreParts) -> None:
+        """Makes the commit current in `parts`, and keeps the checkpoints.
+
+        Raises:
+            CorruptStateError: A data file lacks committed blocks.
+        """
+        for path in parts.paths:
+            if path.root in self._refused:
+                path.leave_out(self._refused[path.root])
+        _load_commit(
+            parts,
+            self._found.manifest,
+            created_in=self._created_in,
+            read_only=self._read_only,
+            describe=self._options.describe,
+        )
+        if not self._read_only:
+            _settle_paths(
+                parts.paths, self._found, root=self._options.root, wanted=self._options.paths
+            )
+
+
+def _with_blocks_of(manifest: Manifest, options: StoreOptions) -> StoreOptions:
+    if manifest.block_bytes == options.block_bytes:
+        return options
+    _log.warning(
+        "store `%s` keeps its blocks of %s; %s was asked for and applies to new stores",
+        options.root,
+        format_size(manifest.block_bytes),
+        format_size(options.block_bytes),
+    )
+    return replace(options, block_bytes=manifest.block_bytes)
+
+
+def _configs_of(
     found: FoundStore, wanted: Sequence[StorePath], *, read_only: bool
 ) -> list[StorePath]:
     """Returns the configuration of each path: what was asked for, or where it is."""
@@ -29,7 +123,7 @@ def configs_of(
     return configs if read_only else configs + new
 
 
-def require_readable(found: FoundStore, *, root: Path, advice: str) -> None:
+def _require_readable(found: FoundStore, *, root: Path, advice: str) -> None:
     """Checks that every data file that the commit uses is there.
 
     Raises:
@@ -50,7 +144,7 @@ def require_readable(found: FoundStore, *, root: Path, advice: str) -> None:
             )
 
 
-def load_commit(
+def _load_commit(
     parts: StoreParts,
     manifest: Manifest,
     *,
@@ -84,7 +178,7 @@ def load_commit(
     parts.commits.start_after(manifest, checkpoints=checkpoints, created_in=created_in)
 
 
-def settle_paths(
+def _settle_paths(
     paths: Sequence[OpenPath], found: FoundStore, *, root: Path, wanted: Sequence[StorePath]
 ) -> None:
     """Deletes what unfinished commits left, and leaves out the paths not asked for any more."""

@@ -16,6 +16,7 @@ from offload.errors import CorruptStateError, StorageError
 from offload.sizes import format_size, round_up
 from offload.storage.engine import Priority
 from offload.storage.file import StorageFile, open_file
+from offload.storage.stalls import path_label
 from offload.storage.store_paths import PathEngine, PathTicket
 
 SPILL_NAME = "data.spill"
@@ -162,6 +163,10 @@ class Spill:
                 f"{place.num_bytes} bytes at offset {place.offset} are not those that were "
                 "written; check the drive, and go on from the last commit"
             )
+
+    def label_of(self, place: Place) -> str:
+        """Returns how a wait for a transfer of the place is named in a stall account."""
+        return path_label(self._roots[place.path_index])
 
     def release(self, place: Place) -> None:
         """Gives the place back; no transfer of it is in flight."""

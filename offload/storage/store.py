@@ -1,33 +1,29 @@
 """The copy-on-write block store: records in, records out, commits that survive `kill -9`."""
 
-import logging
-import uuid
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from offload.errors import ConfigError, StorageError, StoreError
+from offload.errors import StorageError, StoreError
 from offload.policy import Striping, resolve_striping
-from offload.sizes import MIB, format_size
+from offload.sizes import MIB
 from offload.storage.closing import close_parts
 from offload.storage.commits import CommitReport
 from offload.storage.data_file import data_file_name
 from offload.storage.engine import Priority
 from offload.storage.extents import Version
 from offload.storage.manifest_files import require_checkpoint_name
-from offload.storage.opening import FoundStore, find_store
+from offload.storage.opening import find_store
 from offload.storage.ownerships import Ownerships
-from offload.storage.recovery import configs_of, load_commit, require_readable, settle_paths
-from offload.storage.store_directories import check_distinct, take_new_directories
-from offload.storage.store_parts import StoreParts, make_parts
-from offload.storage.store_paths import OpenPath, PathEngine, StorePath, open_paths
+from offload.storage.recovery import Recovery
+from offload.storage.store_directories import take_new_directories
+from offload.storage.store_options import LEAST_ALIGNMENT, StoreOptions
+from offload.storage.store_parts import StoreParts, open_new
+from offload.storage.store_paths import OpenPath, PathEngine, StorePath
 from offload.storage.store_state import StoreState
 from offload.storage.store_stats import BlockPlace, StoreStats
 from offload.storage.tickets import StoreTicket
-
-_log = logging.getLogger("offload.storage")
-
-_LEAST_ALIGNMENT = 4096
 
 
 class BlockStore:
@@ -39,7 +35,6 @@ class BlockStore:
 
     Attributes:
         root: The directory on the first path.
-        block_bytes: Unit of allocation and checksums; an existing store keeps its own.
         alignment: Of lengths (and, for direct files, addresses) in memory; known once open.
         durability: `commit`, or `none` without commits and syncs.
 
@@ -73,24 +68,21 @@ class BlockStore:
             striping: Which share of a record goes to which path; `adaptive` by default.
             advise: Says from which checkpoint a run can go on, for messages.
         """
-        if block_bytes <= 0 or block_bytes % _LEAST_ALIGNMENT:
-            raise ConfigError(
-                f"cannot make store `{root}` with blocks of {block_bytes} bytes: expected a "
-                f"multiple of {_LEAST_ALIGNMENT}; use the default of {format_size(MIB)}"
-            )
         if isinstance(root, str | Path):
-            self._configs = [StorePath(root=Path(root), capacity_bytes=capacity_bytes)]
+            paths = [StorePath(root=Path(root), capacity_bytes=capacity_bytes)]
         else:
-            self._configs = list(root)
-        check_distinct([config.root for config in self._configs])
-        self.root = self._configs[0].root
-        self.block_bytes = block_bytes
-        self.alignment = _LEAST_ALIGNMENT
-        self._engines = list(engine) if isinstance(engine, Sequence) else [engine]
+            paths = list(root)
+        self._options = StoreOptions(
+            paths=tuple(paths),
+            engines=tuple(engine) if isinstance(engine, Sequence) else (engine,),
+            block_bytes=block_bytes,
+            striping=striping or resolve_striping("adaptive"),
+            describe=describe,
+            advise=advise or (lambda: ""),
+        )
+        self.root = self._options.root
+        self.alignment = LEAST_ALIGNMENT
         self.durability = durability
-        self._describe = describe
-        self._striping = striping
-        self._advise = advise
         self._state = StoreState.CLOSED
         self._ownerships = Ownerships()
         self._parts: StoreParts | None = None
@@ -102,7 +94,12 @@ class BlockStore:
         """The directories by path: as configured, and once open all that the store has."""
         if self._parts is not None:
             return [path.root for path in self._parts.paths]
-        return [config.root for config in self._configs]
+        return self._options.roots
+
+    @property
+    def block_bytes(self) -> int:
+        """Unit of allocation and checksums; an existing store keeps its own."""
+        return self._options.block_bytes
 
     @property
     def store_id(self) -> str:
@@ -126,11 +123,11 @@ class BlockStore:
             StoreError: Something else is there, or another process owns it.
         """
         self._require(StoreState.CLOSED, what="create")
-        roots = [config.root for config in self._configs]
+        roots = self._options.roots
         made = [root for root in roots if not root.exists()]
         try:
             created_in = take_new_directories(roots, acquire=self._ownerships.acquire)
-            self._start(self._configs, creates=range(len(roots)), store_id=uuid.uuid4().hex)
+            self._use(open_new(self._options))
             self._open_parts.commits.start_empty(created_in)
         except BaseException:
             self.close()
@@ -153,7 +150,7 @@ class BlockStore:
         if self._state is wanted:
             return
         self._require(StoreState.CLOSED, what="open")
-        roots = [config.root for config in self._configs]
+        roots = self._options.roots
         found = find_store(roots)  # before anything is written where no store is
         try:
             refused: dict[Path, StorageError] = {}
@@ -161,7 +158,9 @@ class BlockStore:
                 there = [root for root in found.roots if root is not None]
                 refused = self._ownerships.acquire_writable(there)
                 found = find_store(roots)
-            self._recover(found, read_only=read_only, refused=refused)
+            recovery = Recovery(found, self._options, read_only=read_only, refused=refused)
+            self._use(recovery.open(acquire=self._ownerships.acquire))
+            recovery.load(self._open_parts)
         except BaseException:
             self.close()
             raise
@@ -404,81 +403,10 @@ class BlockStore:
         """Returns the counters."""
         return self._open_parts.stats()
 
-    # Steps of opening.
-
-    def _recover(
-        self, found: FoundStore, *, read_only: bool, refused: Mapping[Path, StorageError]
-    ) -> None:
-        manifest = found.manifest
-        if manifest.block_bytes != self.block_bytes:
-            _log.warning(
-                "store `%s` keeps its blocks of %s; %s was asked for and applies to new stores",
-                self.root,
-                format_size(manifest.block_bytes),
-                format_size(self.block_bytes),
-            )
-            self.block_bytes = manifest.block_bytes
-        advice = self._advise() if self._advise is not None else ""
-        require_readable(found, root=self.root, advice=advice)
-        configs = configs_of(found, self._configs, read_only=read_only)
-        added = range(manifest.num_paths, len(configs))
-        created_in = take_new_directories(
-            [configs[index].root for index in added], acquire=self._ownerships.acquire
-        )
-        self._start(
-            configs,
-            creates=added,
-            read_only=read_only,
-            unwritable=refused.keys(),
-            store_id=manifest.store_id or uuid.uuid4().hex,
-        )
-        parts = self._open_parts
-        for path in parts.paths:
-            if path.root in refused:
-                path.leave_out(refused[path.root])
-        load_commit(
-            parts,
-            manifest,
-            created_in=created_in,
-            read_only=read_only,
-            describe=self._describe,
-        )
-        if not read_only:
-            settle_paths(parts.paths, found, root=self.root, wanted=self._configs)
-
-    def _start(
-        self,
-        configs: Sequence[StorePath],
-        *,
-        creates: Sequence[int],
-        store_id: str,
-        read_only: bool = False,
-        unwritable: Container[Path] = (),
-    ) -> None:
-        paths = open_paths(
-            configs,
-            engines=self._engines,
-            block_bytes=self.block_bytes,
-            creates=creates,
-            reads_only={c.root for c in configs if read_only or c.root in unwritable},
-        )
-        self.alignment = max(_LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
-        self._parts = make_parts(
-            paths,
-            store_id=store_id,
-            block_bytes=self.block_bytes,
-            alignment=self.alignment,
-            striping=self._striping or resolve_striping("adaptive"),
-            describe=self._describe,
-            advise=self._advise or (lambda: ""),
-            read_only=read_only,
-        )
-        if self.block_bytes % self.alignment:
-            raise StoreError(
-                f"cannot use store `{self.root}` on this device: expected blocks that are "
-                f"multiples of its alignment of {self.alignment} bytes, found "
-                f"{self.block_bytes}; use larger blocks"
-            )
+    def _use(self, parts: StoreParts) -> None:
+        self._parts = parts
+        self._options = replace(self._options, block_bytes=parts.block_bytes)
+        self.alignment = parts.alignment
 
     @property
     def _open_parts(self) -> StoreParts:

@@ -1,19 +1,20 @@
 """What a store consists of from open to close."""
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError
-from offload.policy import Striping
+from offload.errors import ConfigError, StoreError
 from offload.storage.commits import Commits
 from offload.storage.data_file import data_file_name
 from offload.storage.path_rates import PathRates
 from offload.storage.placement import Placement
 from offload.storage.record_transfers import RecordTransfers
 from offload.storage.room import Room
-from offload.storage.store_paths import OpenPath
+from offload.storage.store_options import LEAST_ALIGNMENT, StoreOptions
+from offload.storage.store_paths import OpenPath, StorePath, close_paths, open_paths
 from offload.storage.store_stats import BlockPlace, PathStats, StoreStats
 from offload.storage.versions import VersionTable
 
@@ -29,6 +30,7 @@ class StoreParts:
     commits: Commits
     rates: PathRates
     block_bytes: int
+    alignment: int
 
     def block_place(self, record: str, block: int, *, checkpoint: str | None) -> BlockPlace:
         """Returns where a block of a record, or of a checkpoint's, lies now."""
@@ -91,18 +93,65 @@ class StoreParts:
         )
 
 
-def make_parts(
-    paths: list[OpenPath],
+def open_new(options: StoreOptions) -> StoreParts:
+    """Makes the data files of a store with nothing in it, in directories that this process owns."""
+    return open_parts(
+        options,
+        options.paths,
+        creates=range(len(options.paths)),
+        store_id=uuid.uuid4().hex,
+    )
+
+
+def open_parts(
+    options: StoreOptions,
+    configs: Sequence[StorePath],
     *,
+    creates: Container[int],
     store_id: str,
-    block_bytes: int,
+    reads_only: Container[Path] = (),
+    read_only: bool = False,
+) -> StoreParts:
+    """Opens the data files and returns the parts over them, with nothing in them yet.
+
+    Args:
+        options: Of the store; its blocks are those of the data files.
+        configs: The paths: those asked for, and those that the store has besides.
+        creates: Indices of the paths that are new.
+        store_id: The same in all manifests of the store.
+        reads_only: Directories in which nothing is written.
+        read_only: Whether another process may own the store.
+
+    Raises:
+        StoreError: Blocks are no multiple of the alignment that a path has.
+    """
+    paths = open_paths(
+        configs,
+        engines=options.engines,
+        block_bytes=options.block_bytes,
+        creates=creates,
+        reads_only=reads_only,
+    )
+    alignment = max(LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
+    if options.block_bytes % alignment:
+        close_paths(paths)
+        raise StoreError(
+            f"cannot use store `{options.root}` on this device: expected blocks that are "
+            f"multiples of its alignment of {alignment} bytes, found {options.block_bytes}; use "
+            "larger blocks"
+        )
+    return _parts_over(paths, options, alignment=alignment, store_id=store_id, read_only=read_only)
+
+
+def _parts_over(
+    paths: list[OpenPath],
+    options: StoreOptions,
+    *,
     alignment: int,
-    striping: Striping,
-    describe: Callable[[str], str] | None,
-    advise: Callable[[], str],
+    store_id: str,
     read_only: bool,
 ) -> StoreParts:
-    """Returns the parts of a store over open paths, with nothing in it yet."""
+    block_bytes = options.block_bytes
     versions = VersionTable(
         block_bytes=block_bytes, num_blocks=[path.data.num_blocks() for path in paths]
     )
@@ -113,7 +162,7 @@ def make_parts(
         limits=[path.config.limit_bytes_per_s for path in paths],
     )
     placement = Placement(
-        paths, versions=versions, striping=striping, rates=rates, block_bytes=block_bytes
+        paths, versions=versions, striping=options.striping, rates=rates, block_bytes=block_bytes
     )
     transfers = RecordTransfers(
         paths=paths,
@@ -122,9 +171,9 @@ def make_parts(
         rates=rates,
         block_bytes=block_bytes,
         alignment=alignment,
-        describe=describe,
+        describe=options.describe,
         is_superseded=lambda: read_only and commits.is_superseded(),
-        advise=advise,
+        advise=options.advise,
     )
     return StoreParts(
         paths=paths,
@@ -134,4 +183,5 @@ def make_parts(
         commits=commits,
         rates=rates,
         block_bytes=block_bytes,
+        alignment=alignment,
     )

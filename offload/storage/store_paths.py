@@ -1,10 +1,11 @@
 """The storage paths of one store: what each may hold, and whether it still takes new blocks."""
 
+import contextlib
 import errno
 import logging
 import os
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -220,7 +221,13 @@ def open_paths(
             engine = engines[min(index, len(engines) - 1)]
             paths.append(OpenPath(config, index=index, engine=engine, data=data))
     except BaseException:
-        for path in paths:
-            path.data.close()
+        close_paths(paths)
         raise
     return paths
+
+
+def close_paths(paths: Iterable[OpenPath]) -> None:
+    """Closes the data files, also the others where one gives an error."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.callback(path.data.close)

@@ -104,7 +104,7 @@ class StoreTicket:
             try:
                 ticket.wait()
             except StorageError as error:
-                failure = error
+                failure = error.with_traceback(None)  # whose frames have the caller's memory
             outcome = self._outcome(move, failure)
             if outcome is not None:
                 outcome.__cause__ = failure

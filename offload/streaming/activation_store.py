@@ -6,6 +6,7 @@ share the copy, as they shared the memory. The original is kept until the copy i
 what is asked for before that is simply still there.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from offload.devices import Copy, Device
 from offload.errors import StorageError, StoreError
 from offload.memory import Slot, SlotPool
 from offload.storage.spill import Place, Spill
+from offload.storage.stalls import CHECKSUM, LINK, StallAccount
 
 _log = logging.getLogger("offload.streaming")
 
@@ -127,21 +129,72 @@ class _Move:
             self.step()
 
 
+class _Waits:
+    """Says of each wait for activations which part of it was for which path."""
+
+    def __init__(
+        self, counters: ActivationCounters, stalls: StallAccount, spill: Spill | None
+    ) -> None:
+        self._counters = counters
+        self._stalls = stalls
+        self._spill = spill
+        self._by_label: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def within(self, cause: str) -> Iterator[None]:
+        """Adds the time within to the account; what is for no path is checksums or copies."""
+        self._by_label.clear()
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            whole_s = time.perf_counter() - started_s
+            rest_s = max(whole_s - sum(self._by_label.values()), 0.0)
+            self._add(LINK if self._spill is None else CHECKSUM, rest_s)
+            self._counters.wait_s += sum(self._by_label.values())
+            for label, duration_s in self._by_label.items():
+                self._stalls.add(label, cause, duration_s)
+            self._by_label.clear()
+
+    @contextlib.contextmanager
+    def of(self, piece: _Piece) -> Iterator[None]:
+        """Takes the time within for a wait for the path of a piece."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            duration_s = time.perf_counter() - started_s
+            if self._spill is not None and piece.place is not None:
+                self._add(self._spill.label_of(piece.place), duration_s)
+
+    def _add(self, label: str, duration_s: float) -> None:
+        self._by_label[label] = self._by_label.get(label, 0.0) + duration_s
+
+
 class ActivationStore:
     """Keeps the bytes of saved storages in host slots, or through these in spill files.
 
     Concurrency: Any thread; one at a time gets in.
     """
 
-    def __init__(self, *, slots: SlotPool[memoryview], device: Device, spill: Spill | None) -> None:
+    def __init__(
+        self,
+        *,
+        slots: SlotPool[memoryview],
+        device: Device,
+        spill: Spill | None,
+        stalls: StallAccount,
+    ) -> None:
         """Stores its arguments.
 
         Args:
             slots: Where the bytes stay, or through which they go to `spill`.
             device: Whose memory they leave.
             spill: Open, with places of one slot; None: they stay in the slots.
+            stalls: Where each wait is added.
         """
         self.counters = ActivationCounters()
+        self._waits = _Waits(self.counters, stalls, spill)
         self._slots = slots
         self._device = device
         self._spill = spill
@@ -169,18 +222,17 @@ class ActivationStore:
             if self._is_closed or self._has_failed or not self._has_room(pieces):
                 self.counters.kept_bytes += num_bytes
                 return None
-            started = time.perf_counter()
-            self._largest_bytes = max(self._largest_bytes, num_bytes)
-            self._make_way(num_bytes)
-            record = _Record(self._num_put, num_bytes, pieces, _bytes_of(storage))
-            self._num_put += 1
-            self._live[record.index] = record
-            self._leaving_bytes += num_bytes
-            self._count(num_bytes)
-            for piece in pieces:
-                piece.slot = self._lease()
-                self._moves.append(_Move(record, piece, self._leave(record, piece)))
-            self.counters.wait_s += time.perf_counter() - started
+            with self._waits.within("moving activations away"):
+                self._largest_bytes = max(self._largest_bytes, num_bytes)
+                self._make_way(num_bytes)
+                record = _Record(self._num_put, num_bytes, pieces, _bytes_of(storage))
+                self._num_put += 1
+                self._live[record.index] = record
+                self._leaving_bytes += num_bytes
+                self._count(num_bytes)
+                for piece in pieces:
+                    piece.slot = self._lease()
+                    self._moves.append(_Move(record, piece, self._leave(record, piece)))
             return Away(record, self._dropped)
 
     def get(self, away: Away) -> torch.UntypedStorage:
@@ -269,28 +321,28 @@ class ActivationStore:
                 "cannot bring a saved activation back: expected an open session, found it closed; "
                 "call `backward()` before the session ends"
             )
-        started = time.perf_counter()
         is_hit = record.target is not None and all(move.is_over for move in record.returning)
         self.counters.hits += is_hit
         self.counters.misses += not is_hit
-        if record.target is None:
-            self._begin_return(record, is_needed=True)
-        target, moves = record.target, record.returning
-        assert target is not None
-        record.target, record.returning = None, []
-        self._returning_bytes -= record.num_bytes
-        for move in moves:
-            while not move.is_over and move.piece.copy is None:
-                move.step()
-            if move.error is not None:
-                raise move.error
-        for piece in record.pieces:
-            assert piece.copy is not None
-            piece.copy.wait()
-            piece.copy = None
+        with self._waits.within("bringing activations back"):
+            if record.target is None:
+                self._begin_return(record, is_needed=True)
+            target, moves = record.target, record.returning
+            assert target is not None
+            record.target, record.returning = None, []
+            self._returning_bytes -= record.num_bytes
+            for move in moves:
+                with self._waits.of(move.piece):
+                    while not move.is_over and move.piece.copy is None:
+                        move.step()
+                if move.error is not None:
+                    raise move.error
+            for piece in record.pieces:
+                assert piece.copy is not None
+                piece.copy.wait()
+                piece.copy = None
         storage = target.untyped_storage()
         record.back = weakref.ref(storage)
-        self.counters.wait_s += time.perf_counter() - started
         return storage
 
     def _begin_return(self, record: _Record, *, is_needed: bool) -> None:
@@ -345,7 +397,8 @@ class ActivationStore:
 
     def _finish_oldest(self) -> None:
         move = self._moves.popleft()
-        move.finish()
+        with self._waits.of(move.piece):
+            move.finish()
         self._on_over(move)
 
     def _settle(self) -> None:

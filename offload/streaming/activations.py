@@ -21,6 +21,7 @@ from offload.devices import Device
 from offload.memory import SlotPool
 from offload.plan.activations import ActivationPlan
 from offload.storage.spill import Spill
+from offload.storage.stalls import StallAccount
 from offload.streaming.activation_store import ActivationCounters, ActivationStore, Away
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.saved import (
@@ -172,6 +173,7 @@ def open_activations(
     slots: SlotPool[memoryview] | None,
     device: Device,
     make_spill: Callable[[int], Spill] | None,
+    stalls: StallAccount,
 ) -> "Activations":
     """Returns what cares for a model's activations, laid around its modules."""
     store = None
@@ -181,7 +183,7 @@ def open_activations(
             assert make_spill is not None, "a session whose config asks for storage has a store"
             spill = make_spill(slots.slot_bytes)
             spill.open()
-        store = ActivationStore(slots=slots, device=device, spill=spill)
+        store = ActivationStore(slots=slots, device=device, spill=spill, stalls=stalls)
     activations = Activations(model, discovered, options, store)
     activations.open()
     return activations

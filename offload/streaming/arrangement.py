@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from offload.layout import ModelLayout
+from offload.memory import usable_memory
 from offload.plan.device import DevicePlan
 from offload.plan.host import HostPlan
 from offload.plan.record_size import choose_records
@@ -36,9 +37,14 @@ class Arrangement:
         return self.host.fits and self.device.fits
 
     def require_fit(self, beside: Beside) -> None:
-        """Raises PlanError if a budget is below the smallest that fits, `beside` other models."""
+        """Raises PlanError if a budget, or this machine, has too little, `beside` other models."""
         self.host.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
         self.device.require_fit(beside_bytes=beside.device_bytes, is_part=beside.has_device_part)
+        usable_memory().require(
+            beside.host_bytes + self.host.planned_bytes,
+            smallest_bytes=beside.host_bytes + self.host.smallest_bytes,
+            is_bounded=self.planner.options.budget_bytes is not None,
+        )
 
 
 def arrange(

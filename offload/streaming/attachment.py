@@ -95,8 +95,7 @@ class Attachment:
             for index, unit in enumerate(state.layout.units)
         ]
         for unit in units:
-            for binding in unit.bindings:
-                binding.detach()
+            unit.begin()
         self.residency = Residency(
             units,
             pool=slots,

@@ -167,7 +167,7 @@ class Building:
         num_bytes = parameter.numel() * parameter.element_size()
         key = self._spilled.pop(parameter, None)
         if key is not None and self._spill is not None:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             self._spill.take(key, values)
             parameter.data = values
         self._resident[parameter] = num_bytes

@@ -6,17 +6,19 @@ What the copy is made of shows in its history: views of nothing but a copy of a 
 parameter's values are there again in backward, so the copy can be made then, with the same bits.
 A cast of a frozen parameter has no history, nor has one inside a compiled block: those stay. So
 does one whose parameter was edited or updated before the cast was first saved: its node is older.
+Where forwards run in several threads, whose nodes have numbers of their own, bits are compared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node
 
-from offload.streaming.torch_private import number_of_node
-from offload.streaming.unit import Binding, StreamedUnit, Values
+from offload.streaming.graph_moments import Thread
+from offload.streaming.torch_private import is_in_backward
+from offload.streaming.unit import Binding, CopyState, StreamedUnit, Values
 from offload.streaming.versions import counter_of
 
 _VIEWS = frozenset(
@@ -51,14 +53,22 @@ class SavedCast:
 
     def again(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the view of the cast, made again from the unit's bytes."""
-        whole = self.binding.values_in(base).to(self.dtype)
+        # In memory of its own, of the same dtype too: what is given counts from where that begins.
+        whole = self.binding.values_in(base).to(self.dtype, copy=True)
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 class Casts:
     """Finds the casts of the parameters of streamed units."""
 
-    def __init__(self, units: Iterable[StreamedUnit]) -> None:
+    def __init__(self, units: Iterable[StreamedUnit], threads: Collection[Thread]) -> None:
+        """Stores its arguments.
+
+        Args:
+            units: Whose parameters are cast.
+            threads: Those in which graphs were made of them; more may come.
+        """
+        self._threads = threads
         self._places = {
             id(binding.parameter): (unit, binding)
             for unit in units
@@ -82,7 +92,10 @@ class Casts:
         unit, binding = place
         # Autocast keeps a cast for a while: it is of the values that there were then.
         facts: dict[str, Values | None] = cast(Any, node).metadata
-        values = facts.setdefault(_FIRST_SEEN, _values_of(binding, node))
+        if _FIRST_SEEN not in facts:
+            is_of_now = self._is_of_now(unit, binding, node, tensor)
+            facts[_FIRST_SEEN] = binding.values if is_of_now else None
+        values = facts[_FIRST_SEEN]
         if values is None:
             return None
         return SavedCast(
@@ -96,12 +109,27 @@ class Casts:
             stride=tensor.stride(),
         )
 
+    def _is_of_now(
+        self, unit: StreamedUnit, binding: Binding, node: Node, tensor: torch.Tensor
+    ) -> bool:
+        """Tells whether a cast that `node` made is of the values that the parameter has now."""
+        values = binding.values
+        if values.version != binding.seen_version:
+            return False
+        is_newer = values.since.is_before(node) if len(self._threads) < 2 else None
+        if is_newer is None:  # a checkpoint's is needed soon, and looking would wait for a device
+            return not is_in_backward() and _has_bits_of(tensor, unit, binding)
+        return is_newer
 
-def _values_of(binding: Binding, node: Node) -> Values | None:
-    """Returns what the parameter has now; None after a change, which the cast may be older than."""
-    values = binding.values
-    is_older = values.version != binding.seen_version or number_of_node(node) < values.since
-    return None if is_older else values
+
+def _has_bits_of(tensor: torch.Tensor, unit: StreamedUnit, binding: Binding) -> bool:
+    """Tells whether the memory under `tensor` is what casting the parameter gives now."""
+    if unit.state is not CopyState.CLEAN or unit.base is None:
+        return False
+    with torch.no_grad():
+        again = binding.values_in(unit.base).to(tensor.dtype).view(-1)
+        found = tensor.detach().as_strided(again.shape, again.stride(), 0)
+        return torch.equal(found.view(torch.uint8), again.view(torch.uint8))
 
 
 def _shows_all(tensor: torch.Tensor, parameter: torch.Tensor, *, is_view: bool) -> bool:

@@ -1,7 +1,7 @@
 """What a wrapped model counts: bytes that its steps moved, and time that they waited."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from offload.storage.stalls import Stall
@@ -32,6 +32,7 @@ class ModelCounters:
         digest_read_bytes: Of records, read for digests.
         offloaded: The activations that are moved; None where none are.
         spilled: The gradients that are; None where none are.
+        others: Gives the counters of the session's other models, which share the store.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelCounters:
         self.digest_read_bytes = 0
         self.offloaded: Activations | None = None
         self.spilled: SpilledGradients | None = None
+        self.others: Callable[[], Iterable[ModelCounters]] = lambda: ()
         self._updates = updates
         self._attachment = attachment
         self._store = store
@@ -66,7 +68,7 @@ class ModelCounters:
     def update_wait_s(self) -> tuple[float, float]:
         """Time for which passes waited for pending updates, and the part of it for storage."""
         deferred = self._updates.deferred
-        return (deferred.wait_s, deferred.io_wait_s) if deferred else (0.0, 0.0)
+        return (deferred.waits.wait_s, deferred.waits.io_wait_s) if deferred else (0.0, 0.0)
 
     @property
     def update_read_bytes(self) -> int:
@@ -99,15 +101,14 @@ class ModelCounters:
         return self.offloaded.counters if self.offloaded else ActivationCounters()
 
     def moved(self) -> MovedBytes:
-        """Returns what was moved so far, without what commits wrote and digests read."""
+        """Returns what all models moved so far, without what commits wrote and digests read."""
         io = self._store.stats() if self._store is not None else None
+        every = self._every()
+        beside_reads = sum(each.spilled_read_bytes - each.digest_read_bytes for each in every)
+        beside_writes = sum(each.spilled_write_bytes - each.commit_record_bytes for each in every)
         return MovedBytes(
-            read_bytes=io.read_bytes - self.digest_read_bytes + self.spilled_read_bytes
-            if io
-            else 0,
-            write_bytes=io.write_bytes - self.commit_record_bytes + self.spilled_write_bytes
-            if io
-            else 0,
+            read_bytes=io.read_bytes + beside_reads if io else 0,
+            write_bytes=io.write_bytes + beside_writes if io else 0,
             cache_hit_bytes=self._updates.pipeline.cache_hit_bytes,
         )
 
@@ -124,7 +125,11 @@ class ModelCounters:
 
     def _used(self) -> MovedBytes:
         moved = self.moved()
-        return replace(moved, read_bytes=moved.read_bytes - self.ahead_read_bytes)
+        ahead_bytes = sum(each.ahead_read_bytes for each in self._every())
+        return replace(moved, read_bytes=moved.read_bytes - ahead_bytes)
+
+    def _every(self) -> "list[ModelCounters]":
+        return [self, *self.others()]
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:

@@ -68,6 +68,7 @@ def open_gradients(
             plan,
             slots=memory.gradient_slots,
             spill=spill,
+            stalls=link_waits.stalls,
             sums_of_squares=sums_of_squares,
             is_live=is_shown,
         )
@@ -266,10 +267,11 @@ class Gradients:
         return copy
 
     def _end_oldest(self) -> None:
-        copy, num_bytes = self._in_flight.popleft()
-        self._in_flight_bytes -= num_bytes
+        copy, num_bytes = self._in_flight[0]  # an interrupt of the wait leaves it there
         with self._link_waits.waiting("copying gradients"):
             copy.synchronize()
+        self._in_flight.popleft()
+        self._in_flight_bytes -= num_bytes
 
 
 def _flat(shard: FlatShard, memory: memoryview, dtype: str) -> torch.Tensor:

@@ -87,10 +87,7 @@ class HostMemory:
         offset = 0
         for record in layout.records:
             memory = self._state[offset : offset + record.padded_bytes]
-            # A rule without state has empty records, over which there is no storage.
-            records[record.name] = (
-                storage_over(memory) if memory else torch.empty(0, dtype=torch.uint8)
-            )
+            records[record.name] = storage_over(memory)
             offset += record.padded_bytes
         return records
 

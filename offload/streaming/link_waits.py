@@ -16,6 +16,7 @@ class LinkWaits:
 
     Attributes:
         wait_s: Since the beginning.
+        stalls: The account to which they are added.
 
     Concurrency: The thread that runs the model.
     """
@@ -23,7 +24,7 @@ class LinkWaits:
     def __init__(self, device: Device, stalls: StallAccount) -> None:
         self.wait_s = 0.0
         self._counts = not device.computes_later
-        self._stalls = stalls
+        self.stalls = stalls
 
     @contextlib.contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -35,4 +36,4 @@ class LinkWaits:
             if self._counts:
                 duration_s = time.perf_counter() - started_s
                 self.wait_s += duration_s
-                self._stalls.add(LINK, cause, duration_s)
+                self.stalls.add(LINK, cause, duration_s)

@@ -1,4 +1,4 @@
-"""Names in messages, and messages that are long."""
+"""Names in messages."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def no_slot_message(
-    unit: StreamedUnit, units: Sequence[StreamedUnit], num_slots: int, tier: str
+    unit: StreamedUnit, units: Sequence[StreamedUnit], num_slots: int, *, tier: str
 ) -> str:
-    """Says who has the slots of `tier`, of which there is none for `unit`."""
+    """Says why there is no slot for `unit`: who holds and who keeps `units`."""
     held = ", ".join(f"`{u.name}` ({u.num_holds} holds)" for u in units if u.num_holds)
     kept = ", ".join(f"`{name}`" for u in units for name in u.kept_names)
     return (

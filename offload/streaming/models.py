@@ -12,7 +12,6 @@ from offload.memory import Budget
 from offload.optim.commit_head import CommitHead
 from offload.plan.host import UNBOUNDED_BYTES
 from offload.storage.store import BlockStore
-from offload.streaming.counters import MovedBytes
 from offload.streaming.unit_modules import own_parameters
 from offload.streaming.wrap_options import Beside
 from offload.streaming.wrapped import WrappedModel
@@ -59,6 +58,7 @@ class Models:
 
     def add(self, name: str, model: WrappedModel) -> None:
         self._by_name[name] = model
+        model.counters.others = lambda: [m.counters for m in self.all() if m is not model]
 
     def require_new(self, name: str, model: nn.Module) -> None:
         """Raises unless `name` is free and no model has a parameter of `model`."""
@@ -120,17 +120,6 @@ class Models:
     def note_resumed(self, head: CommitHead) -> None:
         """Remembers what a commit says of models that this session may not wrap."""
         self._others = dict(head.models)
-
-    def without_others(self, moved: MovedBytes) -> MovedBytes:
-        """Takes off other models' commits and digests, and adds the gradients that they spilled."""
-        others = [model for model in self._by_name.values() if model is not self.main]
-        return dataclasses.replace(
-            moved,
-            read_bytes=moved.read_bytes
-            + sum(m.counters.spilled_read_bytes - m.counters.digest_read_bytes for m in others),
-            write_bytes=moved.write_bytes
-            + sum(m.counters.spilled_write_bytes - m.counters.commit_record_bytes for m in others),
-        )
 
     def commit(self, store: BlockStore, metadata: Mapping[str, Any]) -> int:
         """Writes what changed in every model, publishes one commit and returns its step.

@@ -10,23 +10,26 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError, OffloadError
-from offload.memory import Arena, Slot, SlotPool, memory_of, storage_over
+from offload.memory import Arena, SlotPool, memory_of, storage_over
 from offload.optim.handover import HandedOver
+from offload.plan.keeping import Keeping
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
 from offload.streaming.edit_watch import make_watch
+from offload.streaming.graph_moments import Thread, this_thread
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
+from offload.streaming.part_read import PartRead
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
-from offload.streaming.trace import Access, AccessTrace
+from offload.streaming.torch_private import is_in_backward
+from offload.streaming.trace import NEVER, Access, AccessTrace
 from offload.streaming.unit import (
     CopyState,
     Edit,
@@ -37,18 +40,9 @@ from offload.streaming.unit import (
     require_untouched,
     wait_quietly,
 )
+from offload.streaming.unit_slots import UnitSlots
 
 logger = logging.getLogger("offload.streaming")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRead:
-    """A part of a wide unit on its way into a slot, which `memory` owns."""
-
-    unit: StreamedUnit
-    part: range
-    memory: torch.Tensor
-    transfers: list[Transfer]
 
 
 class Residency:
@@ -74,7 +68,16 @@ class Residency:
         self.units = units
         self.trace = AccessTrace()
         self.counters = ResidencyCounters()
-        self._pool = pool
+        self.threads: set[Thread] = set()  # that have made graphs, but for backward's
+        self._slots = UnitSlots(
+            units,
+            pool=pool,
+            device=CpuDevice() if device is None else device,
+            next_use=self.trace.next_use,
+            evict=self.evict,
+        )
+        self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
+        self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
         self._watch = make_watch(len(units), self._device)
         self._tier = tier
@@ -86,6 +89,8 @@ class Residency:
         self._accessed: set[int] = set()
         # Accessed last, and perhaps still in use by an operation of backward.
         self._current: StreamedUnit | None = None
+        # The same if no call holds it: its use ends as that of another unit begins.
+        self._in_use: StreamedUnit | None = None
         self._used_since_s: float | None = None
 
     def unit_of(self, tensor: torch.Tensor) -> StreamedUnit | None:
@@ -105,15 +110,20 @@ class Residency:
             self.fetch(unit)
         if unit.num_holds == 0:
             unit.note_references()
+            self._in_use = None
         unit.num_holds += 1
 
     def release_hold(self, index: int, *, evict: bool) -> None:
         """Ends one hold; with `evict` a unit that nobody else holds or keeps leaves its slot."""
         unit = self.units[index]
         unit.num_holds -= 1
-        if evict and unit.num_holds == 0 and unit.state is CopyState.CLEAN:
+        if unit.num_holds or unit.state is not CopyState.CLEAN:
+            return
+        if evict:
             unit.find_kept()
             self._leave(unit)
+        else:
+            self._in_use = unit
 
     def access(self, index: int, parameter_id: int) -> None:
         """Fetches a unit of which a parameter is used outside its modules' calls.
@@ -121,15 +131,16 @@ class Residency:
         It may leave its slot once nobody refers to the parameter any more.
         """
         unit = self.units[index]
-        if index not in self._accessed or unit.state is not CopyState.CLEAN:
-            self._accessed.add(index)
+        self._accessed.add(index)
+        if unit is not self._in_use or unit.state is not CopyState.CLEAN:
             self.fetch(unit)
         unit.note_access(parameter_id)
 
     def begin_pass(self, *, is_evaluation: bool) -> None:
         """Begins a forward; what an earlier pass left in slots goes, so that bytes are as planned.
 
-        What is prefetched stays, and between two forwards what is among the next.
+        What is prefetched stays, between two forwards what is among the next, and after a backward
+        the unit that it used last if the forward begins with it: that has no time to come again.
         """
         self._accessed.clear()
         if is_evaluation:  # no step may follow
@@ -137,12 +148,13 @@ class Residency:
         for unit in self.units:
             unit.num_holds = 0  # what a call that was interrupted left behind
         self.trace.begin(is_evaluation=is_evaluation)
-        if not (goes_on := self.trace.is_in_forward):
+        staying = self._staying(None)
+        if not self.trace.is_in_forward:
             self._used_since_s = None
-        staying = set(itertools.islice(self.trace.upcoming(), self._pool.num_slots))
+            first, current = next(self.trace.upcoming(), None), self._current
+            staying = {first} if current is not None and current.index == first else set()
         for unit in self.units:
-            stays = goes_on and unit.index in staying
-            if unit.was_used and not stays and not unit.kept_names:
+            if unit.was_used and unit.index not in staying and not unit.kept_names:
                 self.evict(unit)
 
     def end_pass(self) -> None:
@@ -161,10 +173,30 @@ class Residency:
         """
         if unit.kept_names:
             return
-        num_free = self._pool.num_slots - sum(other.num_holds > 0 for other in self.units)
-        if not self.trace.is_among_next(unit.index, num_free):
+        if unit.index not in self._staying(None):
             self.evict(unit)
         self.prefetch()
+
+    def _begin_use(self, unit: StreamedUnit) -> None:
+        """Ends the use of the unit before, if no call held it: it leaves, unless it is to stay.
+
+        One that is not predicted to be used again leaves when its slot is needed.
+        """
+        ended, self._in_use = self._in_use, unit
+        if ended is None or ended is unit or ended.state is not CopyState.CLEAN:
+            return
+        is_predicted = self.trace.next_use(ended.index) != NEVER
+        stays = ended.index in self._staying(unit) or ended.num_holds > 0 or ended.kept_names
+        if is_predicted and not stays:
+            self.evict(ended)
+
+    def _staying(self, first: StreamedUnit | None) -> set[int]:
+        """Returns the next units, one for each slot: `first`, if there is one, comes first."""
+        following = self.trace.upcoming()
+        num_held = sum(unit.num_holds > 0 for unit in self.units if unit is not first)
+        if first is not None:
+            following = itertools.chain([first.index], following)
+        return self._keeping.staying(following, num_held=num_held)
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
@@ -185,6 +217,8 @@ class Residency:
                 "its slot, so only calls of the linear layer or the embedding that owns it can use "
                 f"it, in pieces; raise `tiers.{self._tier_name}.memory` so that it fits"
             )
+        if torch.is_grad_enabled() and not (is_backward or is_in_backward()):
+            self.threads.add(this_thread())
         if is_recorded:
             self.trace.record(Access(unit=unit.index, is_backward=is_backward))
             self._note_use(unit)
@@ -199,6 +233,7 @@ class Residency:
         unit.was_used = True
         self._current = unit
         if is_recorded:
+            self._begin_use(unit)
             self.prefetch()
             self._used_since_s = time.perf_counter()
         elif unit.hashes is None:  # who looks may write through `parameter.data`
@@ -252,28 +287,28 @@ class Residency:
             self._start_ahead()
 
     def _start_ahead(self) -> None:
-        ahead = 0
+        current = self._current
+        in_use = current if current is not None and current.state is CopyState.CLEAN else None
+        staying, ahead = self._staying(in_use), 0
         for index in self.trace.upcoming():
+            if index not in staying:
+                return
             unit = self.units[index]
             is_near, ahead = ahead < self._distance.units, ahead + 1
-            if not (is_near or unit.is_updated or self._tier.bytes_from_update(unit.layout)):
-                return
             if unit.state is not CopyState.ABSENT or unit.is_wide:
                 continue
+            if not (is_near or self._tier.bytes_from_update(unit.layout)):
+                continue  # there is a slot for it later
             if not self._tier.can_prefetch():
                 return
             next_use = self.trace.next_use(index)
-            memory = self._try_slot(unit.layout.num_bytes, needed_at=next_use, keep=self._current)
+            memory = self._slots.try_take(unit.layout.num_bytes, needed_at=next_use, keep=staying)
             if memory is None:
                 return
             self._start_fetch(unit, memory, is_prefetch=True)
             self.counters.prefetches += 1
 
     # Pieces of wide units.
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._pool.slot_bytes
 
     @property
     def granule_bytes(self) -> int:
@@ -283,9 +318,10 @@ class Residency:
     def note_wide(self, unit: StreamedUnit, *, is_backward: bool) -> None:
         """Records that a call uses a wide unit; waits for its update."""
         self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+        self._begin_use(unit)
         self._tier.wait_readable(unit.layout)
 
-    def start_part(self, unit: StreamedUnit, part: range) -> "PartRead":
+    def start_part(self, unit: StreamedUnit, part: range) -> PartRead:
         """Starts reading a part of a wide unit, no more than a slot, into one.
 
         Raises:
@@ -295,16 +331,15 @@ class Residency:
         transfers = self._tier.start_read(unit.layout, memory, is_prefetch=False, part=part)
         return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
 
-    def try_start_part(self, unit: StreamedUnit, part: range) -> "PartRead | None":
+    def try_start_part(self, unit: StreamedUnit, part: range) -> PartRead | None:
         """As `start_part`, ahead of use; None where no slot is free."""
-        slot = self._pool.try_lease() if self._tier.can_prefetch() else None
-        if slot is None:
+        memory = self._slots.try_take_free(len(part)) if self._tier.can_prefetch() else None
+        if memory is None:
             return None
-        memory = self._over(slot, len(part))
         transfers = self._tier.start_read(unit.layout, memory, is_prefetch=True, part=part)
         return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
 
-    def finish_part(self, read: "PartRead") -> torch.Tensor:
+    def finish_part(self, read: PartRead) -> torch.Tensor:
         """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
         try:
             self._wait(read.transfers, "fetching a tile")
@@ -313,7 +348,7 @@ class Residency:
             raise
         return read.memory
 
-    def drop_part(self, read: "PartRead") -> None:
+    def drop_part(self, read: PartRead) -> None:
         """Waits for a part that nobody asks for any more, whatever it gives."""
         wait_quietly(read.transfers)
 
@@ -379,22 +414,23 @@ class Residency:
         edits = unit.edits()
         if not edits:
             return
-        if unit.is_wide:
-            self._tier.write_from(unit.layout, memory_of(unit.base))
-        else:
-            self._tier.write(unit.layout, unit.base)
+        with filling_slots():
+            if unit.is_wide:
+                self._tier.write_from(unit.layout, memory_of(unit.base))
+            else:
+                self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt
         unit.see_edits(edits)
         self._watch.begin(unit)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
-        unit.move_to(CopyState.FETCHING)
-        unit.base = base
-        unit.was_used = unit.was_looked_at = False
-        unit.fetched_since_s = time.perf_counter()
-        from_update_bytes = self._tier.bytes_from_update(unit.layout)
-        unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
         try:
+            unit.move_to(CopyState.FETCHING)
+            unit.base = base
+            unit.was_used = unit.was_looked_at = False
+            unit.fetched_since_s = time.perf_counter()
+            from_update_bytes = self._tier.bytes_from_update(unit.layout)
+            unit.is_updated = from_update_bytes == unit.layout.num_bytes > 0
             unit.transfers = self._tier.start_read(unit.layout, base, is_prefetch=is_prefetch)
         except BaseException:  # an interrupt too: what has no transfers would be taken for fetched
             del base
@@ -406,18 +442,15 @@ class Residency:
             self._wait(unit.transfers, "fetching a unit")
             # Where reading would wait for all that is computed, it is left to `evict_all`.
             require_untouched(unit.bindings, reads_values=not self._device.computes_later)
+            assert unit.base is not None
+            if unit.base.numel():
+                self._by_address[unit.base.data_ptr()] = unit
+            unit.show(is_hashed=self._device.is_unified)
+            self._watch.begin(unit)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
             raise
-        unit.transfers = []
-        unit.move_to(CopyState.CLEAN)
-        assert unit.base is not None
-        for binding in unit.bindings:
-            binding.attach(unit.base)
-        self._watch.begin(unit)
-        if unit.base.numel():
-            self._by_address[unit.base.data_ptr()] = unit
 
     def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
         """Waits for transfers, and counts each wait as one for what it was for.
@@ -439,61 +472,28 @@ class Residency:
                 self._stalls.add(waits_for, cause, duration_s)
 
     def _drop(self, unit: StreamedUnit) -> None:
-        if unit.state is CopyState.CLEAN:
-            for binding in unit.bindings:
-                binding.detach()
-            if unit.base is not None and unit.base.numel():
-                self._by_address.pop(unit.base.data_ptr(), None)
-        unit.forget_kept()
-        unit.transfers = []
-        unit.base = None
-        unit.hashes = None
-        unit.is_updated = False
-        unit.move_to(CopyState.ABSENT)
+        try:
+            self._take_out(unit)
+        except BaseException:  # an interrupt: half a unit would be taken for a whole one
+            self._take_out(unit)
+            raise
+
+    def _take_out(self, unit: StreamedUnit) -> None:
+        if unit.base is not None and unit.base.numel():
+            self._by_address.pop(unit.base.data_ptr(), None)
+        unit.leave_slot()
 
     def _take_slot(self, unit: StreamedUnit, num_bytes: int) -> torch.Tensor:
-        memory = self._try_slot(num_bytes, needed_at=-1)
+        memory = self._slots.try_take(num_bytes)
         if memory is None:
             gc.collect()
-            memory = self._try_slot(num_bytes, needed_at=-1)
+            memory = self._slots.try_take(num_bytes)
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
-            num_slots, tier = self._pool.num_slots, self._tier_name
-            raise BudgetError(no_slot_message(unit, self.units, num_slots, tier))
+            raise BudgetError(
+                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
+            )
         return memory
-
-    def _try_slot(
-        self, num_bytes: int, *, needed_at: int, keep: StreamedUnit | None = None
-    ) -> torch.Tensor | None:
-        """Returns `num_bytes`, evicting units other than `keep` used after `needed_at`."""
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
-        slot = self._pool.try_lease()
-        while slot is None:
-            victim = self._farthest_next_use(keep)
-            if victim is None or self.trace.next_use(victim.index) <= needed_at:
-                return None
-            self.evict(victim)
-            slot = self._pool.try_lease()
-        return self._over(slot, num_bytes)
-
-    def _over(self, slot: Slot[Any], num_bytes: int) -> torch.Tensor:
-        pool, memory = self._pool, slot.memory[:num_bytes]
-        return self._device.tensor_over(memory, on_death=lambda: pool.release(slot))
-
-    def _farthest_next_use(self, keep: StreamedUnit | None) -> StreamedUnit | None:
-        candidates = [
-            unit
-            for unit in self.units
-            if unit.num_holds == 0
-            and not unit.is_wide
-            and unit is not keep
-            and not unit.kept_names
-            and unit.base is not None
-            and unit.base.numel()
-            and unit.state is not CopyState.ABSENT
-        ]
-        return max(candidates, key=lambda u: self.trace.next_use(u.index), default=None)
 
     @property
     def _tier_name(self) -> str:

@@ -108,7 +108,7 @@ class SavedTensorHooks(HookPair):
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._casts = Casts(residency.units)
+        self._casts = Casts(residency.units, residency.threads)
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
         if type(tensor) in (torch.Tensor, nn.Parameter) and has_memory(tensor):

@@ -21,6 +21,7 @@ from offload.memory import Slot, SlotPool, storage_over
 from offload.optim.gradient import SumsOfSquares
 from offload.plan.gradients import GradientPlan, gradient_dtype_of, subgroup_gradient_bytes
 from offload.storage.spill import Place, Spill
+from offload.storage.stalls import CHECKSUM, StallAccount
 from offload.storage.store_paths import PathTicket
 
 
@@ -41,7 +42,7 @@ class _Shard:
     """Torch storages over the slot that are alive, `flat`'s among them."""
     is_dirty: bool = False
     """The slot has what the places have not."""
-    leaving: list[PathTicket] = field(default_factory=list)
+    leaving: list[tuple[Place, PathTicket]] = field(default_factory=list)
     places: dict[str, Place] = field(default_factory=dict)
     """Of subgroups, by name."""
     written: set[str] = field(default_factory=set)
@@ -67,6 +68,7 @@ class SpilledGradients:
         *,
         slots: SlotPool[memoryview],
         spill: Spill,
+        stalls: StallAccount,
         sums_of_squares: SumsOfSquares,
         is_live: Callable[[FlatShard], bool],
     ) -> None:
@@ -77,11 +79,13 @@ class SpilledGradients:
             plan: Names the shards that are spilled.
             slots: Each as long as the largest of the shards needs.
             spill: Open, with places for the largest subgroup.
+            stalls: Where each wait is added.
             sums_of_squares: For norms.
             is_live: Says whether any gradient of a shard is still to be seen or updated with.
         """
         self.spill = spill
         self.wait_s = 0.0
+        self._stalls = stalls
         self._slots = slots
         self._sums_of_squares = sums_of_squares
         self._is_live = is_live
@@ -192,15 +196,15 @@ class SpilledGradients:
 
     def _fetch(self, shard: _Shard, slot: Slot[memoryview]) -> Slot[memoryview]:
         """Fills a slot, which is free again where that fails."""
-        reads: list[SpilledRead] = []
+        reads: list[tuple[Place, SpilledRead]] = []
         try:
             for name, place in shard.places.items():
                 memory = slot.memory[shard.pieces[name]]
-                reads.append(SpilledRead(self.spill, place, memory, is_needed=True))
-            self._wait(reads)
+                reads.append((place, SpilledRead(self.spill, place, memory, is_needed=True)))
+            self._wait(reads, "bringing spilled gradients back")
         except BaseException:
             with contextlib.suppress(OffloadError):  # the first error is on its way
-                self._wait(reads)
+                self._wait(reads, "bringing spilled gradients back")
             self._slots.release(slot)
             raise
         return slot
@@ -251,28 +255,33 @@ class SpilledGradients:
                 memory = shard.slot.memory[shard.pieces[subgroup.name]]
                 place, ticket = self.spill.write(memory, num_bytes=len(memory))
                 shard.places[subgroup.name] = place
-                shard.leaving.append(ticket)
+                shard.leaving.append((place, ticket))
             shard.is_dirty = is_held
         return not is_held
 
     def _end_leaving(self, shard: _Shard) -> None:
         tickets, shard.leaving = shard.leaving, []
         try:
-            self._wait(tickets)
+            self._wait(tickets, "spilling gradients")
         except BaseException:
             shard.is_dirty = True
             raise
 
-    def _wait(self, tickets: Sequence["PathTicket | SpilledRead"]) -> None:
+    def _wait(self, moves: Sequence[tuple[Place, "PathTicket | SpilledRead"]], cause: str) -> None:
         """Waits for all, also where one has failed: they use the slot's memory."""
-        started_s = time.perf_counter()
         error: OffloadError | None = None
-        for ticket in tickets:
+        for place, ticket in moves:
+            started_s = time.perf_counter()
+            is_there = isinstance(ticket, SpilledRead) and ticket.done()
             try:
                 ticket.wait()
             except OffloadError as found:
                 error = error or found
-        self.wait_s += time.perf_counter() - started_s if tickets else 0.0
+            duration_s = time.perf_counter() - started_s
+            self.wait_s += duration_s
+            self._stalls.add(
+                CHECKSUM if is_there else self.spill.label_of(place), cause, duration_s
+            )
         if error is not None:
             raise error
 

@@ -38,7 +38,7 @@ class StepUpdates:
         self.stalls = StallAccount()
         self.failure: BaseException | None = None
         self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
-        self.early = EarlyUpdates() if is_early else None
+        self.early = EarlyUpdates(self.stalls) if is_early else None
         self.resident: ResidentUnits | None = None
         self._order = order
         self._units: PendingUnits | None = None
@@ -71,7 +71,8 @@ class StepUpdates:
     @property
     def io_wait_s(self) -> float:
         """Time for which the caller's thread waited for storage in updates."""
-        return self._io_wait_s + (self.deferred.io_wait_s if self.deferred else 0.0)
+        others = (each.waits.io_wait_s for each in (self.deferred, self.early) if each is not None)
+        return self._io_wait_s + sum(others)
 
     def take_early(self, updates: Mapping[str, ParameterUpdate]) -> frozenset[str]:
         """Makes current what ran under backward; returns the records that are done.
@@ -91,7 +92,11 @@ class StepUpdates:
                     "left it, found it clipped by a global norm or unscaled; set "
                     '`policy.overlap` to `"forward"` or `"none"`'
                 )
-        return early.take(updates, edited=edited)
+        try:
+            return early.take(updates, edited=edited)
+        except BaseException as error:  # some of it may be current already
+            self.failure = error
+            raise
 
     def run(
         self,

@@ -174,11 +174,20 @@ class HostUnits:
         """Returns at once: nothing is pending."""
 
     def settle(self) -> None:
-        """Waits for every copy: one that computing follows may not have read its bytes yet."""
-        with self._lock:
-            while self._copies:
-                self._copies[0].synchronize()
-                self._copies.popleft()
+        """Waits for every copy: one that computing follows may not have read its bytes yet.
+
+        Raises:
+            Exception: What the first copy that failed raises, once all are over and only once.
+        """
+        failure: Exception | None = None
+        while (copy := self._oldest()) is not None:
+            try:
+                copy.synchronize()
+            except Exception as error:  # noqa: BLE001 - the others may still read their bytes
+                failure = failure or error
+            self._forget(copy)  # not after an interrupt: it may go on
+        if failure is not None:
+            raise failure
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns `link`."""
@@ -221,6 +230,15 @@ class HostUnits:
             copies.append(self._device.copy_out(source[shard.offset_bytes : stop], into))
         for copy in copies:
             copy.synchronize()
+
+    def _oldest(self) -> Copy | None:
+        with self._lock:
+            return self._copies[0] if self._copies else None
+
+    def _forget(self, copy: Copy) -> None:
+        with self._lock:
+            if self._copies and self._copies[0] is copy:  # else it was done, and is forgotten
+                self._copies.popleft()
 
     def _copy_in(self, source: memoryview, into: torch.Tensor) -> Copy:
         copy = self._device.copy_in(source, into)

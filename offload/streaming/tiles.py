@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from offload.errors import StoreError
 from offload.plan.tiles import covering, tile_rows
 from offload.streaming.gradients import RowGradient
-from offload.streaming.residency import PartRead, Residency
+from offload.streaming.part_read import PartRead
+from offload.streaming.residency import Residency
 from offload.streaming.torch_private import will_run_in_backward
 from offload.streaming.unit import CopyState, StreamedUnit
 from offload.streaming.versions import modified_message
@@ -39,9 +40,6 @@ class WideWeight:
         self._residency = residency
         self._begin_rows = begin_rows
         self._starts = [part.start for part in unit.subgroups]
-        self._node = (
-            get_gradient_edge(self.parameter).node if self.parameter.requires_grad else None
-        )
 
     @property
     def num_rows(self) -> int:
@@ -86,13 +84,16 @@ class WideWeight:
             done = stop
         return found
 
-    def gradient(self) -> RowGradient | None:
+    def gradient(self, node: Node) -> RowGradient | None:
         """Returns where this backward puts the weight's gradient; None where it asks for none.
+
+        Args:
+            node: What would accumulate it in this graph.
 
         Raises:
             StoreError: Something asks for that gradient as a tensor.
         """
-        if self._node is None or self._begin_rows is None:
+        if self._begin_rows is None:
             return None
         if self.parameter._backward_hooks:
             raise StoreError(
@@ -101,7 +102,7 @@ class WideWeight:
                 "tensor; use `register_post_accumulate_grad_hook`, or raise the memory budget"
             )
         try:
-            is_asked_for = will_run_in_backward(self._node)
+            is_asked_for = will_run_in_backward(node)
         except RuntimeError as error:  # `autograd.grad` for the weight
             raise StoreError(
                 f"cannot return the gradient of `{self.name}` from `autograd.grad`: the weight is "
@@ -223,7 +224,7 @@ class _Tiles(torch.autograd.Function):
         weight: WideWeight = ctx.weight
         weight.require_version(ctx.version)
         by_row = gradient.reshape(-1, weight.num_rows)
-        into = weight.gradient() if ctx.needs_input_grad[1] else None
+        into = _gradient_of_weight(ctx)
         if into is not None:
             flat = x.reshape(-1, x.shape[-1])
             for rows in weight.row_slices():
@@ -232,6 +233,14 @@ class _Tiles(torch.autograd.Function):
         of_bias = by_row.sum(0) if ctx.needs_input_grad[2] else None
         of_x = _gradient_of_input(ctx, x, by_row) if ctx.needs_input_grad[0] else None
         return of_x, None, of_bias, None, None
+
+
+def _gradient_of_weight(ctx: Any) -> RowGradient | None:
+    """Returns where the gradient of the second input goes; None where nobody asks for it."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    weight: WideWeight = ctx.weight
+    return weight.gradient(ctx.next_functions[1][0])
 
 
 def _gradient_of_input(ctx: Any, x: torch.Tensor, by_row: torch.Tensor) -> torch.Tensor:
@@ -272,7 +281,7 @@ class _Rows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        into = ctx.weight.gradient() if ctx.needs_input_grad[1] else None
+        into = _gradient_of_weight(ctx)
         if into is not None:
             of_rows = torch.ops.aten.embedding_dense_backward(
                 gradient, inverse, len(ctx.indices), ctx.padding, ctx.by_frequency

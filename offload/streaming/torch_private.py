@@ -100,12 +100,12 @@ def pop_saved_tensor_hooks() -> None:
 
 
 def next_node_number() -> int:
-    """Returns a number no lower than those of the graph nodes that this thread has made."""
+    """Returns a number above those of the graph nodes that this thread has made; its own count."""
     return int(_next_number())
 
 
 def number_of_node(node: Node) -> int:
-    """Returns the number of a graph node: nodes made later in a thread have higher ones."""
+    """Returns the number of a graph node in the count of the thread that made it."""
     return int(cast(Any, node)._sequence_nr())
 
 

@@ -4,7 +4,6 @@ An access that the prediction does not hold is never wrong, only unforeseen.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 from offload.streaming.access_history import NEVER, UPDATE, Access, AccessHistory
@@ -53,10 +52,6 @@ class AccessTrace:
         if self._is_evaluation:
             access = dataclasses.replace(access, is_evaluation=True)
         self.divergences += self._history.add(access)
-
-    def is_among_next(self, unit: int, count: int) -> bool:
-        """Tells whether `unit` is one of the next `count` distinct units that are predicted."""
-        return unit in itertools.islice(self.upcoming(), max(count, 0))
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the predicted accesses, soonest first."""

@@ -16,8 +16,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
+from offload.streaming.graph_moments import BEGINNING, Moment, this_moment
 from offload.streaming.placeholders import Placeholder, find_written
-from offload.streaming.torch_private import next_node_number, num_references
+from offload.streaming.torch_private import num_references
 
 
 class Transfer(Protocol):
@@ -97,10 +98,15 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """Which values of a parameter: by its counter, and by `Binding.values_since`."""
+    """Which values of a parameter: by its counter, and by how often others were seen.
+
+    Attributes:
+        since: When these were first seen.
+    """
 
     version: int
-    since: int
+    num_changes: int
+    since: Moment
 
 
 class Binding:
@@ -109,14 +115,15 @@ class Binding:
     Attributes:
         placeholder: What the parameter points to while the unit is absent.
         seen_version: The version counter when the bytes were last known to equal the store's.
-        values_since: What was the next number of a graph node when values were last seen to have
-            changed.
+        values_since: When values were last seen to have changed.
+        num_changes: How often they were.
     """
 
     __slots__ = (
         "_absent_address",
         "name",
         "num_bytes",
+        "num_changes",
         "offset_bytes",
         "parameter",
         "placeholder",
@@ -134,7 +141,8 @@ class Binding:
         self.placeholder = Placeholder(parameter, device=device)
         self._absent_address = self.placeholder.tensor.data_ptr()
         self.seen_version = parameter._version
-        self.values_since = 0
+        self.values_since = BEGINNING
+        self.num_changes = 0
 
     def attach(self, base: torch.Tensor) -> None:
         """Points the parameter at its bytes in the slot under `base`."""
@@ -148,12 +156,17 @@ class Binding:
     def see_change(self) -> None:
         """As `see_version`, of other values than before, whatever the counter says."""
         self.seen_version = self.parameter._version
-        self.values_since = next_node_number()
+        self.values_since = this_moment()
+        self.num_changes += 1
 
     @property
     def values(self) -> Values:
         """Which values the parameter has now, as far as that was seen."""
-        return Values(version=self.parameter._version, since=self.values_since)
+        return Values(
+            version=self.parameter._version,
+            num_changes=self.num_changes,
+            since=self.values_since,
+        )
 
     def values_in(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's values in the slot under `base`."""
@@ -165,8 +178,10 @@ class Binding:
             dtype=parameter.dtype,
         ).view(parameter.shape)
 
-    def detach(self) -> None:
-        self.parameter.data = self.placeholder.tensor
+    def detach(self, base: torch.Tensor | None = None) -> None:
+        """Points the parameter at its placeholder; with `base` only if it is in that slot."""
+        if base is None or self.is_in(base):
+            self.parameter.data = self.placeholder.tensor
 
     @property
     def was_touched(self) -> bool:
@@ -178,6 +193,11 @@ class Binding:
         is_elsewhere = parameter.data_ptr() != self._absent_address
         return is_elsewhere or parameter._version != self.seen_version
 
+    def is_in(self, base: torch.Tensor) -> bool:
+        """Tells whether the parameter points at its bytes in the slot under `base`."""
+        address = base.data_ptr() + self.offset_bytes
+        return not self.num_bytes or self.parameter.data_ptr() == address
+
     def is_edited(self, base: torch.Tensor) -> bool:
         """Returns whether the user changed the parameter in place since `attach`.
 
@@ -185,7 +205,7 @@ class Binding:
             StoreError: The parameter points elsewhere: its bytes cannot be known.
         """
         parameter = self.parameter
-        if self.num_bytes and parameter.data_ptr() != base.data_ptr() + self.offset_bytes:
+        if not self.is_in(base):
             raise StoreError(
                 f"cannot release parameter `{self.name}`: expected its data in its slot, found "
                 "other memory; assign values in place, such as `parameter.copy_(values)` under "
@@ -256,11 +276,21 @@ class StreamedUnit:
         self.was_looked_at = False
         self.fetched_since_s = 0.0
         self.hashes: list[int] | None = None
-        self._nodes = _gradient_nodes(self.bindings)
+        self._nodes: list[Node] = []
         self._references: list[int] = []
         # By the number of a binding: how often it was referred to before someone took it.
         self._kept: dict[int, int] = {}
         self._saved: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Points the parameters to their placeholders, and begins to count who refers to them.
+
+        Where these are on another device than the parameters were, torch gives up the nodes that
+        accumulate gradients: those of before would not be what graphs refer to.
+        """
+        for binding in self.bindings:
+            binding.detach()
+        self._nodes = _gradient_nodes(self.bindings)
 
     def note_references(self) -> None:
         """Notes how often each parameter is referred to before a call."""
@@ -321,6 +351,36 @@ class StreamedUnit:
         """Changes the copy state along the table of allowed transitions."""
         assert state in TRANSITIONS[self.state], f"unit `{self.name}`: {self.state} to {state}"
         self.state = state
+
+    def show(self, *, is_hashed: bool) -> None:
+        """Points the parameters at their slot, which has their bytes.
+
+        Args:
+            is_hashed: Whether the bytes are watched.
+        """
+        assert self.base is not None
+        for binding in self.bindings:
+            binding.attach(self.base)
+        if is_hashed:
+            self.note_hashes()
+        self.transfers = []
+        self.move_to(CopyState.CLEAN)  # last: what an interrupt leaves half done is fetched anew
+
+    def leave_slot(self) -> None:
+        """Points the parameters away from their slot and gives it up.
+
+        May be called again where an interrupt ended it: what was done is not done twice.
+        """
+        if self.base is not None:
+            for binding in self.bindings:
+                binding.detach(self.base)
+        self.forget_kept()
+        self.transfers = []
+        self.base = None
+        self.hashes = None
+        self.is_updated = False
+        if self.state is not CopyState.ABSENT:
+            self.move_to(CopyState.ABSENT)
 
     def note_hashes(self) -> None:
         """Notes the bytes of now, to find later which the user edited."""

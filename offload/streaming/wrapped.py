@@ -154,6 +154,7 @@ class WrappedModel:
                 slots=self._memory.host.activations,
                 device=self.device,
                 make_spill=self._make_spill,
+                stalls=self._updates.stalls,
             )
             self.counters.offloaded = self._activations
         self._edits.see()

@@ -1,6 +1,7 @@
 """Operands for the tests of kernels, beside the same state for the oracle; comparisons of bits."""
 
 import inspect
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ RULE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("adagrad", OPTIONS | {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "step": 1}),
 )
 """Every rule but AdamW, with what changes its arithmetic."""
+_MAP_NORESERVE = 0x4000
+"""Address space only: pages that nobody touches take no memory. In `mmap` from Python 3.13 on."""
 SPECIAL_BITS = (
     # Zero, the least and the greatest subnormal, the least normal, 2**-23.
     *(0, 1, 0x007FFFFF, 0x00800000, 0x34000000),
@@ -202,6 +205,24 @@ def copied(o: Operands) -> Operands:
     copy.master_low = None if copy.master_low is None else copy.master_low.clone()
     copy.master = None if copy.master is None else copy.master.clone()
     return copy
+
+
+def far_away(o: Operands, start: int) -> Operands:
+    """Returns operands with these values from element `start` on, and zeros that take no memory."""
+    far = copied(o)
+    far.parameter, far.gradient = _from(o.parameter, start), _from(o.gradient, start)
+    far.state = {name: _from(values, start) for name, values in o.state.items()}
+    far.master_low = None if o.master_low is None else _from(o.master_low, start)
+    far.master = None if o.master is None else _from(o.master, start)
+    return far
+
+
+def _from(values: Tensor, start: int) -> Tensor:
+    num_bytes = (start + values.numel()) * values.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    far = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=values.dtype)
+    far[start:] = values
+    return far
 
 
 def assert_equal(operands: Operands, expected: oracle.OracleState) -> None:

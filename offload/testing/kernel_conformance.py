@@ -8,6 +8,7 @@ Subclass `KernelConformance` in a test module and name the kernels:
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from offload.testing.kernel_cases import (
     assert_same_parameter,
     bits,
     copied,
+    far_away,
     floats,
     gradient_of,
     make_case,
@@ -98,6 +100,27 @@ class KernelConformance:
             kernels.update(case.operands, [whole(200)])
 
             assert_equal(case.operands, stepped(case))
+
+    @pytest.mark.parametrize(("form", "dtype"), COMBINATIONS)
+    def test_elements_across_2_to_the_31_equal_those_of_small_arrays(
+        self, kernels: Kernels, form: str, dtype: torch.dtype
+    ) -> None:
+        size, start = 5000, (1 << 31) - 2999
+        for rule, options in {"adamw": OPTIONS, **dict(RULE_OPTIONS)}.items():
+            near = random_case(size, form, dtype, seed=3, rule=rule)
+            far = far_away(near.operands, start)
+            part = whole(size, options, rule=rule)
+            there = replace(part, start=start, stop=start + size)
+            expected = stepped(near, options)
+
+            kernels.update(far, [there])
+
+            assert_equal(far.part(start, start + size), expected)
+            kernels.update(near.operands, [part])
+            found = kernels.measured_update(far, [there], gradient_scales=(0.5,))
+            assert found == kernels.measured_update(near.operands, [part], gradient_scales=(0.5,))
+            part_of_far = far.part(start, start + size)
+            assert np.array_equal(bits(part_of_far.parameter), bits(near.operands.parameter))
 
     @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_ranges_have_their_own_scalars_and_gaps_are_untouched(

@@ -1,10 +1,15 @@
 """The backend `fault`: errors, short transfers, delays and rates, by rule or at random."""
 
 import errno
+import mmap
 import time
+import traceback
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
+from unit.storage.records import BLOCK, put
 
 from offload._native import aio
 from offload.errors import ConfigError, StorageError
@@ -12,6 +17,7 @@ from offload.sizes import KIB, MIB
 from offload.storage.engine import Engine, PathSettings, Priority
 from offload.storage.faults import Fault, FaultPlan
 from offload.storage.file import open_file
+from offload.storage.store import BlockStore
 
 pytestmark = pytest.mark.skipif(
     not aio.available(), reason=f"no compiled backend: {aio.unavailable_because()}"
@@ -80,6 +86,25 @@ def test_short_and_interrupted_calls_are_continued(file):
         engine.read(file, 5, found).wait(60)
 
     assert found == written
+
+
+def test_an_error_that_is_kept_keeps_no_memory(tmp_path):
+    owner = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
+    dies = weakref.ref(owner)
+    memory = memoryview(owner)
+    with fault_engine(Fault(operation="read", error=errno.EIO)) as engine:
+        store = BlockStore(tmp_path / "store", engine=engine, block_bytes=BLOCK)
+        store.create()
+        put(store, "a", b"x")
+        ticket = store.read("a", memory)
+        with pytest.raises(StorageError) as failure:
+            ticket.wait()
+        store.close()
+
+    traceback.clear_frames(failure.value.__traceback__)
+    del owner, memory, ticket
+
+    assert dies() is None, "the cause of the error has frames too"
 
 
 @pytest.mark.parametrize("queue_depth", [1, 8])

@@ -7,6 +7,7 @@ policy; what is compared comes from `parity.oracle`, which knows nothing of the 
 import contextlib
 import copy
 import gc
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,42 +17,28 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import assume, note
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model.program_parts import GENEROUS, Member, policies, refusing
 from parity.architectures import ARCHITECTURES
-from parity.oracle import Reference, same_bits
+from parity.oracle import same_bits
 from parity.sessions import SMALL_RECORD_ELEMENTS
-from parity.side_by_side import require_equal_gradients, require_equal_state
+from parity.side_by_side import require_equal_gradients
 from torch import nn
 
 import offload
+from offload.errors import BudgetError, OffloadError, StoreError
 
-OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-GENEROUS = 8 << 20
 RECORD_SIZES = "offload.plan.record_size.SIZES"
-
-
-@st.composite
-def policies(draw):
-    """Draws a legal policy, how much more than the least memory there is, and the window."""
-    parameters = draw(st.sampled_from(["storage", "storage", "host", "device"]))
-    optimizer = draw(st.sampled_from(["storage", "host"]))
-    overlap = draw(st.sampled_from(["none", "forward", "backward", "both"]))
-    if overlap in ("backward", "both"):
-        parameters = optimizer = "storage"
-    orders = ["sequential", "alternating", "resident"] if overlap == "none" else ["resident"]
-    policy = {
-        "parameters": parameters,
-        "optimizer": optimizer,
-        "overlap": overlap,
-        "order": draw(st.sampled_from(orders)),
-        "prefetch": draw(st.integers(0, 3)),
-        "striping": draw(st.sampled_from(["adaptive", "modulo"])),
-    }
-    more_bytes = draw(st.sampled_from([0, 0, 10_000, 60_000, GENEROUS]))
-    return policy, more_bytes, draw(st.sampled_from([1, 20_000, 64 << 20]))
+SECOND = "second"
+"""The name of a further model, where there is one."""
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """One session or several after each other on one store, and the reference."""
+    """One session or several after each other on one store, and the reference of each model.
+
+    Attributes:
+        members: The models, in the order in which they are wrapped.
+        at: The one that rules use now.
+    """
 
     device = "cpu"
 
@@ -63,23 +50,28 @@ class SessionMachine(RuleBasedStateMachine):
         num_paths=st.integers(1, 2),
         checkpoint=st.sampled_from(["none", "unit"]),
         moved=st.sampled_from(["none", "none", "host", "storage"]),
+        second=st.sampled_from([None, None, "nested_lists", "two_heads", "low_rank"]),
         policy=policies(),
     )
-    def start(self, name, dtype, codec, gradient_dtype, num_paths, checkpoint, moved, policy):
+    def start(
+        self, name, dtype, codec, gradient_dtype, num_paths, checkpoint, moved, second, policy
+    ):
         # Tensors saved within a recomputation are computed again, dropout and chance included.
         assume(checkpoint == "none" or name not in ("random_depth", "convolutional"))
         self.directory = Path(tempfile.mkdtemp(prefix="offload-program-"))
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(mock.patch(RECORD_SIZES, (SMALL_RECORD_ELEMENTS,)))
-        self.architecture, self.dtype, self.codec = ARCHITECTURES[name], dtype, codec
+        self.codec = codec
         self.stores = [self.directory / f"path{index}" for index in range(num_paths)]
         self.activations = {"checkpoint": checkpoint, "offload": moved, "threshold": "1KiB",
                             "memory": "64KiB"}  # fmt: skip
         self.gradient_dtype = gradient_dtype
-        self.go_on_from(Reference(self.architecture.build(dtype), **OPTIONS))
+        main = Member("", ARCHITECTURES[name], dtype, gradient_dtype)
+        self.members, self.at = [main], main
+        if second is not None:
+            self.members.insert(0, Member(SECOND, ARCHITECTURES[second], dtype, gradient_dtype))
         self.committed, self.saved = None, {}
         self.index = 0
-        self.lr = OPTIONS["lr"]
         self.session = None
         self.open(policy, resume=False)
 
@@ -87,37 +79,37 @@ class SessionMachine(RuleBasedStateMachine):
         if hasattr(self, "directory"):
             if self.session is not None:
                 self.session.close()
-            self.model = self.optimizer = None
+            self.members = self.at = None
             self.stack.close()
             shutil.rmtree(self.directory)
             gc.collect()
 
     def open(self, policy, *, resume):
         self.policy, more_bytes, self.window = policy
-        if self.device != "cpu" and self.is_early():
-            self.policy = {**self.policy, "overlap": "forward"}  # the others are refused there
         note(f"{self.policy}, {more_bytes} bytes more than needed, a window of {self.window}")
-        host_bytes, device_bytes = self.smallest_bytes()
-        options = {} if device_bytes is None else {"device_memory": device_bytes + more_bytes}
-        self.session = self.new_session(
-            self.stores, host_memory=host_bytes + more_bytes, resume=resume, **options
-        )
+        parts = self.smallest_parts()
+        whole = {tier: sum(part[tier] for part in parts) + more_bytes for tier in parts[0]}
+        self.session = self.new_session(self.stores, resume=resume, **whole)
         self.session.open()
-        self.model = self.session.wrap(self.architecture.build(self.dtype))
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = self.session.AdamW(trainable, **OPTIONS)
-        self.set_lr(self.lr)
+        for member, part in zip(self.members, parts, strict=True):
+            member.wrap(self.session, **(part if member.name else {}))
 
-    def smallest_bytes(self):
-        stores = [self.directory / "planned"]
-        options = {} if self.device == "cpu" else {"device_memory": GENEROUS}
-        with self.new_session(stores, host_memory=GENEROUS, **options) as session:
-            session.wrap(self.architecture.build(self.dtype))
-            wrapped = session._wrapped
-            device_bytes = None if self.device == "cpu" else wrapped.device_plan.smallest_bytes
-            host_bytes = wrapped.plan.smallest_bytes
+    def smallest_parts(self):
+        """Returns the least memory of each model, by tier."""
+        stores, tiers = [self.directory / "planned"], ["host_memory"]
+        if self.device != "cpu":
+            tiers.append("device_memory")
+        with self.new_session(stores, **dict.fromkeys(tiers, 2 * GENEROUS)) as session:
+            found = []
+            for member in self.members:
+                name = {"name": member.name, **dict.fromkeys(tiers, GENEROUS)}
+                session.wrap(member.build(), **(name if member.name else {}))
+                wrapped = session._models.all()[-1]
+                found.append({"host_memory": wrapped.plan.smallest_bytes})
+                if self.device != "cpu":
+                    found[-1]["device_memory"] = wrapped.device_plan.smallest_bytes
         shutil.rmtree(stores[0], ignore_errors=True)  # one without records is gone by now
-        return host_bytes, device_bytes
+        return found
 
     def new_session(self, stores, **options):
         window = min(self.window, options["host_memory"])
@@ -131,23 +123,32 @@ class SessionMachine(RuleBasedStateMachine):
             **options,
         )
 
-    def go_on_from(self, reference):
-        self.reference = reference
-        self.before_edits = {}
-        if self.gradient_dtype == "float32":
-            for parameter in reference.trainable.values():
-                parameter.grad_dtype = torch.float32
+    @property
+    def model(self):
+        return self.at.model
 
-    def set_lr(self, lr):
-        self.lr = self.reference.options["lr"] = lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    @property
+    def optimizer(self):
+        return self.at.optimizer
+
+    @property
+    def reference(self):
+        return self.at.reference
+
+    def both(self):
+        return self.at.both()
+
+    def losses(self, *, autocast=False):
+        """Returns those of the model and of the reference."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [self.at.architecture.losses(m, self.index) for m in self.both()]
+
+    def may_autocast(self):
+        """Casts of weights that are used twice are others where they are computed again."""
+        return self.activations["checkpoint"] == "none"
 
     def is_early(self):
         return self.policy["overlap"] in ("backward", "both")
-
-    def both(self):
-        return self.model, self.reference.model
 
     def parameter(self, data):
         """Draws a trainable parameter: its name, and where both models have it as an attribute."""
@@ -156,9 +157,14 @@ class SessionMachine(RuleBasedStateMachine):
         found = (getattr(model.get_submodule(owner), attribute) for model in self.both())
         return name, found
 
-    @rule(is_last=st.booleans(), retains=st.booleans())
-    def backward(self, is_last, retains):
-        found, expected = (self.architecture.losses(m, self.index) for m in self.both())
+    @precondition(lambda self: len(self.members) > 1)
+    @rule()
+    def turn_to_the_other_model(self):
+        self.at = next(member for member in self.members if member is not self.at)
+
+    @rule(is_last=st.booleans(), retains=st.booleans(), autocast=st.sampled_from([False, True]))
+    def backward(self, is_last, retains, autocast):
+        found, expected = self.losses(autocast=autocast and self.may_autocast())
         self.index += 1
         assert all(map(same_bits, found, expected))
         for losses in (found, expected):
@@ -179,14 +185,14 @@ class SessionMachine(RuleBasedStateMachine):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
             assert norm.item() == self.reference.clip(max_norm)
         self.optimizer.step()
-        self.before_edits.clear()
+        self.at.before_edits.clear()
         self.optimizer.zero_grad(set_to_none=sets_to_none)
         self.reference.step()
         self.reference.model.zero_grad(set_to_none=sets_to_none)
 
     @rule()
     def train_a_step(self):
-        self.backward(is_last=True, retains=False)
+        self.backward(is_last=True, retains=False, autocast=False)
         self.step(max_norm=None, sets_to_none=True)
 
     @rule(sets_to_none=st.booleans())
@@ -196,8 +202,27 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def forward_alone(self):
-        found, expected = (self.architecture.losses(m, self.index) for m in self.both())
+        found, expected = self.losses()
         assert all(map(same_bits, found, expected))
+
+    @rule(data=st.data())
+    def gradient_alone(self, data):
+        """`autograd.grad` for one parameter; `p.grad` stays what it is."""
+        _, parameters = self.parameter(data)
+        gradients = [
+            torch.autograd.grad(losses[0], parameter, allow_unused=True)[0]
+            for losses, parameter in zip(self.losses(), parameters, strict=True)
+        ]
+        assert (gradients[0] is None) == (gradients[1] is None)
+        assert gradients[0] is None or same_bits(*gradients)
+
+    @rule()
+    def copy_model(self):
+        copied = copy.deepcopy(self.model)
+        for (name, value), expected in zip(
+            copied.state_dict().items(), self.reference.model.state_dict().values(), strict=True
+        ):
+            assert same_bits(value, expected), name
 
     @rule()
     def evaluate(self):
@@ -217,7 +242,7 @@ class SessionMachine(RuleBasedStateMachine):
             last = list(model.modules())[-1]
             handle = last.register_forward_pre_hook(interrupt)
             with contextlib.suppress(InterruptedError):
-                self.architecture.losses(model, self.index)
+                self.at.architecture.losses(model, self.index)
             handle.remove()
 
     @rule(data=st.data())
@@ -229,7 +254,7 @@ class SessionMachine(RuleBasedStateMachine):
         for model, parameter in zip(self.both(), parameters, strict=True):
             handle = parameter.register_hook(interrupt)
             with contextlib.suppress(InterruptedError):
-                for loss in self.architecture.losses(model, self.index):
+                for loss in self.at.architecture.losses(model, self.index):
                     loss.backward(retain_graph=True)
             handle.remove()
         self.drop_gradients(sets_to_none=True)
@@ -246,7 +271,7 @@ class SessionMachine(RuleBasedStateMachine):
         for model in self.both():
             model.load_state_dict(values, strict=False)
         for name in self.reference.trainable:
-            self.is_edited(name)
+            self.at.is_edited(name)
 
     @rule(data=st.data(), factor=st.sampled_from([0.5, -1.0, 1.25]))
     def edit(self, data, factor):
@@ -254,11 +279,7 @@ class SessionMachine(RuleBasedStateMachine):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(factor)
-        self.is_edited(name)
-
-    def is_edited(self, name):
-        self.before_edits.pop(name, None)
-        self.reference.edited(name)
+        self.at.is_edited(name)
 
     @rule(
         data=st.data(),
@@ -277,7 +298,8 @@ class SessionMachine(RuleBasedStateMachine):
         name, parameters = self.parameter(data)
         expected = self.reference.trainable[name]
         master = self.reference.masters[name]
-        values, master = self.before_edits.setdefault(name, (expected.detach().clone(), master))
+        before = self.at.before_edits
+        values, master = before.setdefault(name, (expected.detach().clone(), master))
         for parameter in parameters:
             change(parameter.data)
         self.reference.edited(name)
@@ -294,7 +316,7 @@ class SessionMachine(RuleBasedStateMachine):
         name, parameters = self.parameter(data)
         for parameter in parameters:
             parameter.data = parameter.data * 0.5
-        self.is_edited(name)
+        self.at.is_edited(name)
 
     @precondition(lambda self: not self.is_early())
     @rule(data=st.data(), scales=st.booleans())
@@ -315,7 +337,19 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(lr=st.sampled_from([1e-3, 1e-2]))
     def schedule(self, lr):
-        self.set_lr(lr)
+        self.at.set_lr(lr)
+
+    @rule(lr=st.sampled_from([1e-3, 1e-2]))
+    def load_options(self, lr):
+        options, before = json.loads(json.dumps(self.optimizer.state_dict())), self.at.lr
+        self.at.set_lr(lr)
+        with contextlib.suppress(StoreError):
+            self.optimizer.load_state_dict({**options, "step": options["step"] + 1})
+            raise AssertionError("the options of another step were loaded")
+        assert self.optimizer.param_groups[0]["lr"] == lr
+        self.optimizer.load_state_dict(options)
+        assert self.optimizer.param_groups[0]["lr"] == before
+        self.at.set_lr(before)
 
     @rule()
     def compare_gradients(self):
@@ -323,41 +357,103 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def compare_state(self):
-        require_equal_state(self.session, self.model, self.reference)
-        self.before_edits.clear()
+        self.at.require_equal_state(self.session)
+
+    def facts(self):
+        """Returns the metadata of a commit: the options of the main model's optimizer."""
+        return {"optimizer": self.members[-1].optimizer.state_dict()}
+
+    def note_committed(self):
+        for member in self.members:
+            member.before_edits.clear()
+        self.committed = [copy.deepcopy(member.reference) for member in self.members]
+
+    def go_on_from(self, references):
+        for member, reference in zip(self.members, references, strict=True):
+            member.go_on_from(reference)
+            member.set_lr(member.lr)
+            member.require_equal_state(self.session)
+
+    def drop_all_gradients(self):
+        for member in self.members:
+            member.optimizer.zero_grad()
+            member.reference.model.zero_grad()
 
     @rule()
     def commit(self):
-        self.session.commit({"lr": self.lr})
-        self.before_edits.clear()
-        self.committed = copy.deepcopy(self.reference)
+        self.session.commit(self.facts())
+        self.note_committed()
 
     @rule(name=st.sampled_from(["a", "b"]))
     def save(self, name):
-        if name in self.saved:
-            return
-        self.session.save(name)
-        self.before_edits.clear()
-        self.saved[name] = self.committed = copy.deepcopy(self.reference)
+        self.session.save(name, self.facts())
+        self.note_committed()
+        self.saved[name] = self.committed
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def delete(self, data):
+        name = data.draw(st.sampled_from(sorted(self.saved)))
+        self.session.delete_checkpoint(name)
+        del self.saved[name]
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def load(self, data):
+        self.drop_all_gradients()
+        self.load_saved(data)
+
+    def load_saved(self, data):
         name = data.draw(st.sampled_from(sorted(self.saved)))
-        self.drop_gradients(sets_to_none=True)
         self.session.load(name)
-        self.go_on_from(copy.deepcopy(self.saved[name]))
-        self.set_lr(self.lr)
-        self.compare_state()
+        self.go_on_from(self.saved[name])
 
     @precondition(lambda self: self.committed is not None)
     @rule(policy=policies())
     def close_and_resume(self, policy):
         self.session.close()
+        self.resume(policy)
+
+    def resume(self, policy):
         self.open(policy, resume=True)
-        self.go_on_from(copy.deepcopy(self.committed))
-        self.set_lr(self.lr)
-        self.compare_state()
+        self.members[-1].optimizer.load_state_dict(self.session.metadata["optimizer"])
+        self.go_on_from(self.committed)
+
+    @precondition(lambda self: self.committed is not None)
+    @rule(
+        data=st.data(),
+        policy=policies(),
+        operation=st.sampled_from(["read", "write"]),
+        number=st.integers(0, 25),
+        waits=st.booleans(),
+        goes_on=st.booleans(),
+    )
+    def fail_transfers(self, data, policy, operation, number, waits, goes_on):
+        """What was not committed is lost; the session goes back, or the next one goes on."""
+        failed = False
+        with refusing(operation, number, waits=waits, goes_on=goes_on):
+            for _ in range(3):
+                failed = failed or self.try_step()
+        note(f"failed: {failed}")
+        if self.saved and data.draw(st.booleans()):
+            self.load_saved(data)
+            return
+        with contextlib.suppress(OffloadError):
+            self.session.close()
+        self.resume(policy)
+
+    def try_step(self):
+        """Trains a step of the model alone; returns whether that failed."""
+        try:
+            for loss in self.at.architecture.losses(self.model, self.index):
+                loss.backward(retain_graph=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        except BudgetError:
+            raise
+        except OffloadError:
+            return True
+        return False
 
     @invariant()
     def budgets_hold(self):

@@ -10,7 +10,12 @@ import torch
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference, same_bits
 from parity.sessions import open_session, use_small_records
-from parity.side_by_side import OPTIONS, require_equal_state, train_both
+from parity.side_by_side import (
+    OPTIONS,
+    require_equal_gradients,
+    require_equal_state,
+    train_both,
+)
 
 from offload.devices import cuda as cuda_module
 from offload.devices import make_device
@@ -110,6 +115,21 @@ def test_a_pass_in_another_stream_is_ordered_with_those_before_and_after(tmp_pat
                 assert same_bits(loss_of(model, index), loss_of(reference.model, index))
 
     assert cuda.races == []
+
+
+@pytest.mark.parametrize("parameters, slots", PLACES[1:5])
+def test_a_graph_keeps_no_slot_of_parameters_that_came_from_the_cpu(
+    tmp_path, cuda, parameters, slots
+):
+    with _session(tmp_path, parameters, slots=slots) as session:
+        model, _, reference = _train(session, steps=1)
+        losses = [loss_of(each, 3) for each in (model, reference.model)]
+        residency = session._wrapped.residency
+
+        assert not any(unit.kept_names for unit in residency.units)
+        for loss in losses:
+            loss.backward()
+        require_equal_gradients(model, reference)
 
 
 def _copies(device):

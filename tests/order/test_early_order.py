@@ -3,12 +3,15 @@
 Records `a` to `d`, one unit each. `r`: a state is read, `s`: staged, `p`: becomes current.
 """
 
+import threading
+
 import pytest
 from unit.optim.test_pipeline import OPTIONS, Harness
 
 from offload.optim.early import EarlyUpdates
 from offload.optim.pipeline import ParameterUpdate
 from offload.optim.scalars import adamw_scalars
+from offload.storage.stalls import StallAccount
 
 
 class Steps:
@@ -16,7 +19,7 @@ class Steps:
 
     def __init__(self, *, kept="", num_buffers=1):
         self.harness = Harness(num_buffers=num_buffers)
-        self.early = EarlyUpdates()
+        self.early = EarlyUpdates(StallAccount())
         self.early.use(self.harness.pipeline, kept={f"{name}#0" for name in kept})
         self.harness.run("abcd")
         self.step = 2
@@ -117,3 +120,28 @@ def test_a_failure_is_raised_by_the_step(steps):
         steps.take()
     steps.early.drop()
     assert steps.harness.pool.num_free == 1
+
+
+def test_what_waited_for_an_update_that_failed_is_given_up_with_it(steps, monkeypatch):
+    store, all_wait = steps.harness.store, threading.Event()
+    plain = store.write_staged
+
+    def stage_when_all_wait(*args, **options):
+        assert all_wait.wait(10)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(store, "write_staged", stage_when_all_wait)
+    store.failing.add("stage state/d#0")
+    for name in "dcb":
+        steps.early.arrived(f"{name}.p", update_of=lambda _: steps.update(), edited=())
+    all_wait.set()
+    with pytest.raises(OSError, match="no space"):
+        steps.early.finish()
+
+    steps.early.drop()
+    store.failing.clear()
+    steps.backward("a")
+
+    assert steps.events() == ["r a", "s a"]
+    assert steps.take() == ["a"]
+    assert store.staged == {}

@@ -91,3 +91,70 @@ class NeedsValues(TiedAtBothEnds):
     def forward(self, inputs, targets):
         assert torch.isfinite(self.head.weight).all().item()
         return super().forward(inputs, targets)
+
+
+class UsedInTurns(Untied):
+    """Layers are called in an order of their own, most of them twice."""
+
+    def hidden(self, inputs):
+        hidden = self.tokens(inputs)
+        for index in (0, 3, 1, 3, 4, 0, 2, 5, 2, 1, 5):
+            hidden = self.layers[index](hidden)
+        return hidden
+
+
+class OwnedByRoot(Untied):
+    """The model has parameters of its own, and uses them at both ends of its call."""
+
+    def __init__(self, width, depth):
+        super().__init__(width, depth)
+        self.positions = nn.Parameter(torch.zeros(1024, width))
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def hidden(self, inputs):
+        hidden = self.tokens(inputs) + self.positions[: inputs.shape[-1]]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden * self.scale
+
+
+class SharedInLayers(Untied):
+    """A layer that has a weight of another one, so that its call needs two units."""
+
+    def __init__(self, width, depth):
+        super().__init__(width, depth)
+        self.layers[3].up.weight = self.layers[0].up.weight
+
+
+class TiedByFunctions(nn.Module):
+    """No module's call has the table, which is used at both ends."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.table = nn.ParameterList([nn.Parameter(torch.randn(256, width))])
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+
+    def forward(self, inputs, targets):
+        hidden = functional.embedding(inputs, self.table[0])
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = functional.linear(hidden, self.table[0])
+        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class AskedForLast(nn.Module):
+    """The first layer's input needs a gradient: backward asks for its weights last."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, inputs, targets):
+        hidden = functional.one_hot(inputs, self.width).to(self.head.weight.dtype)
+        hidden.requires_grad_()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())

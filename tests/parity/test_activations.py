@@ -362,3 +362,19 @@ def test_the_peak_of_a_run_does_not_grow_with_the_layers(tmp_path, small_config,
     assert abs(difference) <= MOST_UNDER_WAY * block_input < 6 * block_input
     assert many.activation_offload_bytes_per_step > few.activation_offload_bytes_per_step > 0
     assert many.activation_hit_rate is not None
+
+
+@pytest.mark.parametrize("offload", ["host", "storage"])
+def test_waits_for_activations_are_in_the_stall_account(tmp_path, offload):
+    with _session(tmp_path, offload=offload, memory=16 << 10) as session:
+        model = session.wrap(build(SmallGPT))
+        for index in range(2):
+            loss_of(model, index).backward()
+        stats = session.stats()
+        root = session._store.roots[0]
+
+    away = {s.cause for s in stats.stalls if s.waits_for in ("link", f"path {root}")}
+    assert "moving activations away" in away or offload == "host"
+    assert "bringing activations back" in away
+    waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for != "kernel")
+    assert waited_s == pytest.approx(stats.io_wait_s, abs=1e-6)

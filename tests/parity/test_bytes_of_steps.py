@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from offload.runs.planning import plan_run
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency import Residency
 
@@ -58,6 +59,33 @@ def test_so_have_steps_whose_updates_run_under_the_next_forward(
     steps = read_bytes_of_steps(tmp_path / "run")[2:]  # the second has the updates of the first
     assert max(steps) == min(steps)
     assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overlap", "memory"), [("forward", "28MiB"), ("both", "56MiB")])
+def test_a_step_after_a_commit_or_a_validation_reads_what_the_plan_says_of_these(
+    tmp_path, small_config, train, overlap, memory
+):
+    config = small_config(
+        model__layers=6, model__width=256, train__steps=8, train__eval_every=3,
+        train__max_grad_norm=0.0, tiers__storage__commit_every=2, checkpoint__save_every=4,
+        tiers__host__memory=memory, policy__parameters="storage", policy__optimizer="storage",
+        policy__order="resident", policy__overlap=overlap,
+    )  # fmt: skip
+    plan = plan_run(config)
+
+    found = train(config, run_dir=tmp_path / "run", validates=True)
+
+    kinds = ["commit", "validation", "commit", "step", "validation", "step"]  # from the third on
+    planned = [plan.traffic.read_bytes + plan.rhythm.more_read_bytes[kind] for kind in kinds]
+    assert len(set(planned)) > 1
+    assert read_bytes_of_steps(tmp_path / "run")[2:] == pytest.approx(planned, rel=0.002)
+    assert found.formula_read_bytes_per_step == pytest.approx(sum(planned) / 6, abs=1)
+    assert found.read_bytes_per_step == pytest.approx(sum(planned) / 6, rel=0.002)
+    # In the long run: over the twelve steps after which all begins anew.
+    assert plan.to_json()["predicted"]["read_bytes_per_step"] == pytest.approx(
+        plan.traffic.read_bytes + plan.rhythm.mean_more_bytes(range(2, 14)), abs=1
+    )
 
 
 def read_bytes_of_steps(run_dir):

@@ -11,10 +11,13 @@ from offload.runs.planning import plan_run
 MODELS = {
     "none": [
         *["TiedAtBothEnds", "Untied", "TiedInCode", "EncoderAndDecoder", "UsedTwice"],
-        *["UsedBackwards", "NeedsValues"],
+        *["UsedBackwards", "NeedsValues", "UsedInTurns", "OwnedByRoot", "SharedInLayers"],
+        *["TiedByFunctions", "AskedForLast"],
     ],
-    # Which takes units in the order in which they lie in the store.
-    "forward": ["TiedAtBothEnds", "Untied", "EncoderAndDecoder"],
+    "forward": [
+        *["TiedAtBothEnds", "Untied", "EncoderAndDecoder", "UsedTwice", "UsedBackwards"],
+        *["UsedInTurns", "OwnedByRoot", "SharedInLayers"],
+    ],
 }
 SLOTS = [("13MiB", 2), ("24MiB", 1)]  # 2 slots and two micro-steps, or 5 and one
 CASES = [
@@ -22,8 +25,6 @@ CASES = [
     for overlap, names in MODELS.items()
     for name in names
     for memory, micro_steps in SLOTS
-    # What backward uses twice stays or not by how far ahead units are fetched.
-    if (name, memory) != ("UsedTwice", "24MiB")
 ]
 
 

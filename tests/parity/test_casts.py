@@ -1,5 +1,7 @@
 """Casts of streamed weights that autograd saves are made again in backward, with the same bits."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from parity.models import CheckpointedModel, SmallGPT, build, loss_of
@@ -58,6 +60,20 @@ class ManyCasts(nn.Module):
         return x * self.scale.double().to(x.dtype).expand(x.shape)
 
 
+class Copied(nn.Module):
+    """Copies of weights that keep their dtype, and lie behind others in their slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            scale, weight = (p.to(torch.float32, copy=True) for p in (block.bias, block.weight))
+            x = torch.tanh(block(x)) @ weight.t() * scale
+        return x
+
+
 class Reused(nn.Module):
     """A weight used three times in a unit, and a unit used twice."""
 
@@ -102,6 +118,7 @@ def nested_loss(model, index):
 CASES = {
     "many forms": (ManyCasts, image_loss),
     "without autocast": (ManyCasts, None),
+    "copies": (Copied, vector_loss),
     "used often": (Reused, under_autocast(vector_loss)),
     "without its cache": (Reused, under_autocast(vector_loss, cache_enabled=False)),
     "fp16": (SmallGPT, under_autocast(loss_of, dtype=torch.float16)),
@@ -328,3 +345,89 @@ def test_a_cast_that_is_changed_after_it_was_saved_raises_as_in_torch(tmp_path):
 
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
+
+
+def in_a_thread(run):
+    """Runs in a new thread, whose nodes are counted from 0."""
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
+
+
+def make_nodes(count):
+    leaf = torch.ones(1, requires_grad=True)
+    for _ in range(count):
+        leaf * 2
+
+
+def test_a_cast_of_another_thread_from_before_an_edit_is_kept_as_it_is(tmp_path):
+    plain = build(TakesCast, dtype=torch.float32)
+
+    def gradient(each, leave):
+        def make_cast():
+            make_nodes(20)
+            return each.weight.to(torch.bfloat16)
+
+        def edit_and_run():
+            with torch.no_grad():
+                each.weight.mul_(0.5)
+            leave()
+            each.weight.sum()  # the edit is seen in this thread
+            make_nodes(40)  # more than the thread that made the cast
+            x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+            each(x, cast).backward()
+            return x.grad
+
+        cast = in_a_thread(make_cast)
+        return in_a_thread(edit_and_run)
+
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(TakesCast, dtype=torch.float32))
+
+        found = gradient(model, session._wrapped.residency.evict_all)
+
+        assert same_bits(found, gradient(plain, lambda: None))
+        assert same_bits(model.weight.grad, plain.weight.grad)
+
+
+def test_passes_in_threads_of_their_own_keep_no_copy_of_a_weight(tmp_path):
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(Tower, dtype=torch.float32))
+        cast_bytes = 2 * sum(layer.weight.numel() for layer in model.layers)
+        make_nodes(1000)
+
+        def peak():
+            meter = ActivationMeter()
+            x = torch.ones(1, 128, requires_grad=True)
+            with meter.counting(without=model.parameters()):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(x).sum()
+                loss.backward()
+            return meter.peak_bytes
+
+        for _ in range(2):
+            with torch.no_grad():
+                for layer in model.layers:
+                    layer.weight.mul_(0.5)
+            session._wrapped.residency.evict_all()
+            for layer in model.layers:
+                layer.weight.sum()  # the edits are seen in this thread
+
+            assert in_a_thread(peak) < cast_bytes / 20
+
+
+def test_edits_through_data_are_told_apart_whatever_thread_finds_them(tmp_path):
+    with open_session(tmp_path, budget_bytes=2 << 20) as session:
+        model = session.wrap(build(TakesCast, dtype=torch.float32))
+
+        def edit():
+            model.weight.data.mul_(0.5)
+            session._wrapped.residency.evict_all()
+
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(edit).result()
+            x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+            loss = model(x, model.weight.to(torch.bfloat16))
+            executor.submit(edit).result()
+
+        with pytest.raises(RuntimeError, match="found an edit through `.data`"):
+            loss.backward()

@@ -53,6 +53,23 @@ def test_results_do_not_depend_on_how_late_copies_arrive(tmp_path):
         require_equal_state(session, model, reference)
 
 
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+def test_an_edit_leaves_the_device_in_a_pass_in_inference_mode(tmp_path, parameters):
+    model, plain = build(SmallGPT), build(SmallGPT)
+    memory = 2 * UNIT_BYTES
+    with _session(tmp_path, parameters=parameters, device_memory=memory) as session:
+        session.wrap(model)
+        for each in (model, plain):
+            with torch.no_grad():
+                each.blocks[1].up.weight.mul_(0.5)
+
+        with torch.inference_mode():
+            found = [loss_of(each, 0) for each in (model, plain)]
+
+        assert same_bits(*found)
+        assert same_bits(loss_of(model, 1), loss_of(plain, 1))
+
+
 def test_gradients_leave_the_device_while_backward_goes_on(tmp_path):
     model = build(SmallGPT)
     with _session(tmp_path, config=_link(latency="0.1s")) as session:

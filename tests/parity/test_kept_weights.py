@@ -197,7 +197,7 @@ def test_terms_of_a_loss_may_use_weights_outside_of_every_call(tmp_path, device)
     model, reference = chain(), Reference(chain(), **OPTIONS)
     with open_session(tmp_path, **with_three_slots(tmp_path, device)) as session:
         session.wrap(model)
-        assert session._wrapped.residency._pool.num_slots == 3
+        assert session._wrapped.residency.num_slots == 3
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
 
         train_both(model, optimizer, reference, steps=3, loss_of=loss_and_weights)

@@ -1,5 +1,7 @@
 """What users do around a training loop has its plain effect, or is refused with what to do."""
 
+import contextlib
+
 import pytest
 import torch
 from parity.models import SmallGPT, build, loss_of
@@ -244,3 +246,26 @@ def test_a_model_is_wrapped_by_one_session_only(tmp_path):
                 other.wrap(model)
             with pytest.raises(offload.ConfigError, match="expected a torch.nn.Module"):
                 other.wrap(3)
+
+
+@pytest.mark.parametrize("parameters", ["storage", "host", "device"])
+def test_a_default_device_is_for_tensors_of_the_program_alone(tmp_path, parameters):
+    digests = []
+    for index, default in enumerate((torch.device("meta"), contextlib.nullcontext())):
+        model = build(SmallGPT)
+        with open_session(tmp_path / str(index), (parameters, "storage")) as session:
+            with default:
+                session.wrap(model)
+                optimizer = session.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                loss = loss_of(model, step)
+                with default:
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with default:
+                session.commit()
+                digests.append(session.state_digest())
+
+    assert digests[0] == digests[1]

@@ -1,5 +1,6 @@
 """Several models in one session share its budget, its store and its commits."""
 
+import itertools
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch.nn import functional
 
 import offload
+from offload.streaming.prefetch_distance import PrefetchDistance
 
 BUDGET = 1 << 20
 SOME = [pytest.param(p, marks=[pytest.mark.slow] if p[0] != p[1] else []) for p in PLACEMENTS]
@@ -283,3 +285,39 @@ def test_a_session_counts_for_its_only_model_whatever_its_name(tmp_path, name):
     assert stats.accesses >= 3
     assert stats.host_peak_bytes > 0
     assert stats.paths[0].read_bytes == stats.read_bytes
+
+
+@pytest.mark.unified
+def test_what_another_model_reads_ahead_is_no_part_of_a_step(tmp_path, monkeypatch):
+    with open_session(tmp_path, ("storage", "storage"), overlap="none") as session:
+        frozen = session.wrap(teacher(), training=False, name="teacher", host_memory=200_000)
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        ahead, moved = [], []
+        for step, distance in enumerate([1, 1, 1, 0, 2, 1, 0]):
+            # As where fetches come late or early by turns.
+            monkeypatch.setattr(PrefetchDistance, "units", distance)
+            distillation_loss(frozen)(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ahead.append(session._models.get("teacher").counters.ahead_read_bytes)
+            moved.append(session.stats().moved_by_steps.read_bytes)
+
+    assert len(set(ahead[2:])) == 3
+    assert len({after - before for before, after in itertools.pairwise(moved[2:])}) == 1
+
+
+def test_a_digest_of_another_model_is_no_part_of_a_step_whose_updates_are_pending(tmp_path):
+    with open_session(tmp_path) as session:
+        frozen = session.wrap(teacher(), training=False, name="teacher", host_memory=200_000)
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        for step in range(2):
+            distillation_loss(frozen)(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = session.stats().moved_by_steps
+
+        session.state_digest("teacher")
+
+        assert session.stats().moved_by_steps == before

@@ -171,3 +171,17 @@ def test_a_transfer_that_failed_leaves_no_wrong_number(tmp_path, monkeypatch, me
 
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert same_bits(p.grad.clone(), q.grad), name
+
+
+def test_waits_for_spilled_gradients_are_in_the_stall_account(tmp_path):
+    with open_spilling(tmp_path) as session:
+        model = session.wrap(make())
+        for index in range(2):  # the second adds to what the first one spilled
+            loss_of(model, index).backward()
+        stats = session.stats()
+        root = session._store.roots[0]
+
+    on_path = {s.cause for s in stats.stalls if s.waits_for == f"path {root}"}
+    assert {"spilling gradients", "bringing spilled gradients back"} <= on_path
+    waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for != "kernel")
+    assert waited_s == pytest.approx(stats.io_wait_s, abs=1e-6)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 
+import cuda_without_gpu
 import pytest
 import torch
 from parity import sessions
@@ -270,6 +271,23 @@ def test_state_dict_load_copies_and_edits_bring_the_whole_weight(tmp_path):
 
         train_near(session, model, reference)
         require_near(model, reference)
+
+
+@pytest.mark.unified
+def test_a_look_from_another_device_leaves_the_weight_its_gradient(tmp_path, monkeypatch):
+    cuda = cuda_without_gpu.pretend(monkeypatch, tells=True)
+    model, reference = build(), build()
+    options = {"device": "cuda", "budget_bytes": 8 << 20, "device_memory": 200 * KIB}
+    with cuda.watching(), open_wide(tmp_path, **options) as session:
+        session.wrap(model)
+        losses = [loss_of(each, 0) for each in (model, reference)]
+        model.state_dict()  # in host memory: no device memory holds a whole one
+        losses += [loss_of(each, 1) for each in (model, reference)]
+        for loss in losses:
+            loss.backward()
+
+        require_near_gradients(model, reference)
+    assert cuda.races == []
 
 
 def test_a_whole_weight_whose_reading_failed_is_read_again(tmp_path, monkeypatch):

@@ -249,9 +249,11 @@ def test_commits_are_timed(tmp_path):
         ({"commit_every": -1}, "`--commit-every` -1"),
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
+        ({"striping": "modulo:2:1"}, "`--striping` modulo:2:1.*each of 1 `--path`, found 2"),
         ({"order": "random"}, "policy.order"),
         ({"baseline": "faster"}, "`--baseline` faster"),
-        ({"baseline": "mlp-like", "paths": [Path(), Path(), Path()]}, "one or two `--path`"),
+        ({"baseline": "mlp-like", "paths": [Path("/"), Path(), Path("..")]}, "one or two `--path"),
+        ({"baseline": "mlp-like", "paths": [Path(), Path()]}, "expected each `--path` once"),
         ({"baseline": "mlp-like", "commit_every": 1}, "cannot commit"),
         ({"overlap": "sideways"}, "policy.overlap"),
         ({"overlap": "both"}, "`--order` resident.*found `sequential`"),
@@ -264,6 +266,21 @@ def test_wrong_options_are_refused(tmp_path, options, text):
 
     with pytest.raises(ConfigError, match=text):
         bench_update(UpdateOptions(**(defaults | options)))
+
+
+def test_what_a_baseline_does_not_follow_is_said(tmp_path, caplog):
+    (path,) = paths_of(tmp_path, "a")
+
+    measure([path], baseline="mlp-like", order="sequential", striping="adaptive")
+    measure([path], baseline="mlp-like", order="alternating")
+    assert caplog.messages == []
+    measure([path], baseline="mlp-like", order="resident", striping="single")
+
+    assert [message.partition(" has no")[0] for message in caplog.messages] == [
+        "`--order` resident",
+        "`--striping` single",
+    ]
+    assert "which has its own: alternating" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("found", ["1.5", "nan", "many"])

@@ -60,6 +60,7 @@ def test_an_unknown_key_names_the_nearest_right_one(key, nearest):
         ("train.steps.more", 1, "a whole number", "a table"),
         ("model.factory", "no colon", "`module:callable`", '`"no colon"`'),
         ("policy", 3, "a preset's name", "`3`"),
+        ("policy.striping", "fastest", "`adaptive`, `proportional`, `single`", '`"fastest"`'),
         # Values of several types: one error, at the key itself.
         ("checkpoint.save_every", "abc", "a time such as `90s`", "`abc`"),
         ("checkpoint.save_every", True, "a whole number or text in quotes", "`True`"),

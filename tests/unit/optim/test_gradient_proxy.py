@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -465,3 +466,17 @@ def test_a_norm_that_is_moved_to_a_device_keeps_its_sums(pair):
 
     assert isinstance(norm, GradientNorm)
     assert norm.sums
+
+
+def test_a_copy_whose_wait_is_interrupted_is_waited_for_again():
+    memory = torch.zeros(3)
+    accumulator = Accumulator("p", ResidentGradient(memory), sums_of_squares)
+    copy = mock.Mock()
+    copy.synchronize.side_effect = [KeyboardInterrupt, None]
+    accumulator.start(torch.ones(3), start_copy=lambda *_: copy)
+
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.read()
+    accumulator.read()
+
+    assert copy.synchronize.call_count == 2

@@ -1,6 +1,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offload.plan.bound import ComputeTimes, step_bound
 from offload.plan.machine import LinkRates, Machine, PathRates
@@ -31,10 +33,63 @@ def test_one_path_moves_both_ways_first_and_the_rest_alone():
 
 
 def test_two_paths_share_the_bytes_by_their_speed():
+    both = machine(path(2, 1, 0.8), path(4, 2, 1.6))
+
+    # 2.25 s and 1.125 s alone: together 1 / (1/2.25 + 1/1.125).
+    assert both.transfer_s(read_bytes=3 * GB, write_bytes=1 * GB) == pytest.approx(0.75)
+    assert both.transfer_s(read_bytes=0, write_bytes=0) == 0
+
+
+def test_each_direction_goes_where_it_is_fast():
+    unlike = machine(path(4, 1, 1), path(1, 4, 1))
+
+    # 4 GB/s of reads and 4 of writes; with more of the one the other's path helps.
+    assert unlike.transfer_s(read_bytes=4 * GB, write_bytes=4 * GB) == pytest.approx(1.0)
+    assert unlike.transfer_s(read_bytes=5 * GB, write_bytes=1 * GB) == pytest.approx(1.0)
+    assert unlike.transfer_s(read_bytes=0, write_bytes=5 * GB) == pytest.approx(1.0)
+
+
+def test_of_several_paths_those_that_are_slow_both_ways_at_once_take_turns():
     both = machine(path(2, 1, 0.5), path(4, 2, 1.0))
 
-    # 3 s and 1.5 s alone: together 1 / (1/3 + 1/1.5).
-    assert both.transfer_s(read_bytes=3 * GB, write_bytes=1 * GB) == pytest.approx(1.0)
+    assert both.transfer_s(read_bytes=3 * GB, write_bytes=1 * GB) == pytest.approx(3 / 6 + 1 / 3)
+
+
+RATES = st.floats(0.1, 10)
+SHARES = [share / 40 for share in range(41)]
+
+
+@st.composite
+def two_paths(draw):
+    found = []
+    for _ in range(2):
+        read, write, duplex = draw(RATES), draw(RATES), draw(st.sampled_from([0.0, 0.4, 1.0]))
+        half = 1 / (1 / read + 1 / write)
+        found.append(path(read, write, half + duplex * (min(read, write) - half)))
+    return machine(*found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(two_paths(), st.integers(0, 20), st.integers(0, 20))
+def test_no_split_of_the_bytes_takes_less_and_the_best_takes_as_much(both, read, write):
+    first, second = both.paths
+
+    least_s = both.transfer_s(read_bytes=read * GB, write_bytes=write * GB)
+
+    # Every split in fortieths of each direction, by the rates of one path alone.
+    tried_s = min(
+        max(
+            first.transfer_s(read_bytes=r * read * GB, write_bytes=w * write * GB),
+            second.transfer_s(read_bytes=(1 - r) * read * GB, write_bytes=(1 - w) * write * GB),
+        )
+        for r in SHARES
+        for w in SHARES
+    )
+    assert least_s <= tried_s * (1 + 1e-9)
+    # No path takes longer for a fortieth more of either.
+    step_s = max(each.transfer_s(read_bytes=read * GB, write_bytes=write * GB) / 40
+                 for each in both.paths)  # fmt: skip
+    assert tried_s <= least_s + step_s
 
 
 def test_passes_take_the_longer_of_compute_and_reads_and_the_update_comes_after():
@@ -121,6 +176,28 @@ def test_records_that_are_read_in_backward_take_its_time_not_the_forward_s():
 
     # Forward: 5 GB in and 6 GB out; backward: 1 GB of parameters and 2 GB of records in.
     assert bound.step_s == pytest.approx(5.0 + 1 / 2 + 3 / 2)
+
+
+def test_no_more_is_read_ahead_than_is_worth_it():
+    traffic = step_traffic(MODEL, parameters="storage", optimizer="storage", micro_steps=1)
+    full_duplex = machine(path(2, 2, 2))
+
+    bounds = [
+        step_bound(
+            full_duplex,
+            traffic,
+            num_parameters=GB // 2,
+            compute=[ComputeTimes(forward_s=0.1, backward_s=0.9)],
+            overlap="forward",
+            prefetched_bytes=num_bytes,
+            shares_cores=False,
+        ).step_s
+        for num_bytes in (0, GB // 2, GB, 4 * GB)
+    ]
+
+    # Forward: 7 GB in beside 6 GB out; backward has 0.4 s for 0.8 GB more in, and no use for it
+    # after 1 GB, as the writes take 3 s in any case.
+    assert bounds == pytest.approx([3.5 + 0.9, 3.25 + 0.9, 3.1 + 0.9, 3.1 + 0.9])
 
 
 def test_only_the_first_micro_step_carries_the_update():

@@ -58,6 +58,9 @@ def test_new_measurements_replace_those_of_the_same_path():
         MachineProfile(paths=(NVME,)).to_toml() + "colour = 1\n",
         MachineProfile(paths=(NVME,)).to_toml().replace("= 16", '= "16"'),
         MachineProfile(paths=(NVME,)).to_toml().replace("= 16", "= 0"),
+        MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= nan"),
+        MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= inf"),
+        MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= -1.0"),
         "schema = 1\npaths = 3\n",
     ],
 )

@@ -7,16 +7,19 @@ import pytest
 
 from offload.cli.app import run as run_cli
 from offload.config.scenario import Scenario, load_scenario
-from offload.errors import ConfigError
+from offload.errors import ConfigError, PlanError
 from offload.plan.scenario import simulate_scenario
 
 SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
 
 
-def scenario(*runs, machine=None, **keys):
-    drive = {"name": "drive", "read_bytes_per_s": 2e9, "write_bytes_per_s": 1e9}
-    node = {"gpus": 1, "paths": [drive]} | (machine or {})
-    runs = [{"name": f"run {i}", "parameters": 1e8, "layers": 4} | r for i, r in enumerate(runs)]
+DRIVE = {"name": "drive", "read_bytes_per_s": 2e9, "write_bytes_per_s": 1e9}
+
+
+def scenario(*runs, machine=None, policy=None, **keys):
+    node = {"gpus": 1, "paths": [DRIVE]} | (machine or {})
+    each = {"parameters": 1e8, "layers": 4} | ({"policy": policy} if policy else {})
+    runs = [each | {"name": f"run {i}"} | run for i, run in enumerate(runs)]
     return Scenario.model_validate({"machine": node, "runs": runs, **keys})
 
 
@@ -114,8 +117,60 @@ def test_a_budget_that_is_too_small_is_a_reason_and_not_an_error(capsys, tmp_pat
     values = json.loads(capsys.readouterr().out)
     assert code == 1
     assert not values["fits"]
-    assert "tiers.host.memory" in values["reasons"][0]
+    assert "`host_budget`: expected at least" in values["reasons"][0]
     assert values["predicted"]["step_s"] is None
+    smallest = values["smallest"]["host_memory"]
+    assert str(smallest) in values["reasons"][0]
+    enough = scenario({"host_budget": smallest}, machine={"gpus": 0})
+    short = scenario({"host_budget": smallest - 1}, machine={"gpus": 0})
+    assert simulate_scenario(enough).fits
+    assert not simulate_scenario(short).fits
+
+
+def test_parameters_on_devices_are_held_against_their_memory():
+    report = simulate_scenario(
+        scenario(
+            {"gpus": 1},
+            {"gpus": 2},
+            {"gpus": 0},
+            machine={"device_memory": 150_000_000},
+            policy={"parameters": "device"},
+        )
+    )
+
+    one, two, none = (run.to_json() for run in report.runs)
+    assert one["smallest"]["device_memory"] == 200_000_000
+    assert one["tiers"]["device"] == {"budget_bytes": 150_000_000, "planned_bytes": 200_000_000}
+    assert "does not fit the devices" in one["reasons"][0]
+    assert two["smallest"]["device_memory"] == 100_000_000
+    assert two["fits"]
+    # Without a device its memory is the host's, which holds the parameters then.
+    assert none["smallest"]["device_memory"] is None
+    host_bytes = [each["smallest"]["host_memory"] for each in (none, two)]
+    assert host_bytes[0] - host_bytes[1] == pytest.approx(200_000_000, rel=1e-3)
+
+
+def test_a_run_may_be_compared_with_one_that_is_compared_itself():
+    runs = [{"like": "run 1"}, {"like": "run 2"}, {}]
+
+    report = simulate_scenario(scenario(*runs))
+
+    assert [run.speed_up for run in report.runs] == [1.0, 1.0, None]
+
+
+def test_rates_that_the_fitted_run_does_not_depend_on_are_refused():
+    kernels = {"update_parameters_per_s": 1e6}  # 100 s alone
+
+    with pytest.raises(PlanError, match=r"an update of 50 s, found .* whatever `drive` give"):
+        simulate_scenario(
+            scenario({}, machine=kernels, fit={"run": "run 0", "update_s": 50, "paths": ["drive"]})
+        )
+
+
+def test_an_overlap_brings_its_order():
+    (run,) = scenario({"policy": {"overlap": "forward"}}).runs
+
+    assert run.policy.order == "resident"
 
 
 def test_the_command_prints_the_keys_of_a_plan_and_every_run(capsys, tmp_path):
@@ -148,11 +203,58 @@ def test_the_command_prints_the_keys_of_a_plan_and_every_run(capsys, tmp_path):
     [
         ({"fit": {"run": "none", "update_s": 1.0, "paths": ["drive"]}}, "a run named `none`"),
         ({"fit": {"run": "run 0", "update_s": 1.0, "paths": ["tape"]}}, "names `tape`"),
+        ({"fit": {"run": "run 0", "update_s": 1.0, "paths": []}}, "at least 1 item"),
+        ({"machine": {"paths": [DRIVE, DRIVE]}}, "`machine.paths` to have a name of its own"),
     ],
 )
 def test_names_that_are_not_there_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         scenario({}, **change)
+
+
+TWO = {"paths": [DRIVE, DRIVE | {"name": "other"}]}
+THREE = {"paths": [*TWO["paths"], DRIVE | {"name": "third"}]}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"policy": {"overlap": "forward", "order": "alternating"}}, "expected `order` `resident`"),
+        ({"policy": {"overlap": "both"}}, "expected `parameters` `storage`"),
+        ({"policy": {"striping": "modulo:1:2:3"}}, "one number for each of 2 paths"),
+        ({"policy": {"order": "sequential"}, "cache_fraction": 0.5}, "no `cache_fraction` with"),
+        ({"system": "deepspeed-like", "cache_memory": "1GB"}, "no `cache_memory` with system"),
+        ({"system": "mlp-like", "policy": {"order": "resident"}}, "no `policy` of system"),
+        ({"paths": ["drive", "drive"]}, "each of `paths` once"),
+        ({"like": "run 0"}, "`like` to name another run"),
+        ({"subgroup_parameters": 1.0}, "at most 100000 subgroups, found 1e"),
+        ({"subgroup_parameters": 0.4}, "greater than or equal to 1"),
+        ({"parameters": float("inf")}, "finite number"),
+        ({"parameters": 0.5}, "greater than or equal to 1"),
+    ],
+)
+def test_what_a_run_cannot_be_is_refused(run, message):
+    with pytest.raises(ValueError, match=message):
+        scenario(run, machine=TWO)
+
+
+def test_what_some_paths_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="expected one or two for system `mlp-like`"):
+        scenario({"system": "mlp-like"}, machine=THREE)
+    with pytest.raises(ValueError, match=r"`fit.paths`: expected one that run `run 0` uses"):
+        scenario(
+            {"paths": ["drive"]},
+            machine=TWO,
+            fit={"run": "run 0", "update_s": 1.0, "paths": ["other"]},
+        )
+
+
+def test_a_baseline_of_two_paths_takes_one_too():
+    run = {"system": "mlp-like", "cache_fraction": 0.5, "subgroup_parameters": 5e6}
+
+    (found,) = simulate_scenario(scenario(run)).runs
+
+    assert found.step.read_bytes == pytest.approx(6 * 100_000_000, rel=0.01)
 
 
 def test_a_wrong_key_names_the_file_and_the_key(tmp_path):
@@ -165,6 +267,9 @@ def test_a_wrong_key_names_the_file_and_the_key(tmp_path):
     message = str(caught.value)
     assert f"scenario `{file}`, key `machine.paths`: expected a list of 1 or more" in message
     assert "key `runs[0].speed`: expected a known key, found `runs[0].speed`; remove it" in message
+    file.write_text(file.read_text().replace("speed = 2", "cache_fraction = 2"))
+    with pytest.raises(ConfigError, match=r"cache_fraction`: expected 1 or less, found `2`"):
+        load_scenario(file)
     with pytest.raises(ConfigError, match="cannot read scenario"):
         load_scenario(tmp_path / "none.toml")
 

@@ -13,6 +13,7 @@ from offload.plan.simulation import SimulatedMachine, SimulatedPolicy, simulate
 from offload.plan.traffic import ModelBytes, step_traffic
 from offload.plan.work import PassTimes, work_of
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
+from offload.sizes import MIB
 
 NUM_UNITS = 8
 LAYOUT = build_layout(
@@ -258,3 +259,62 @@ def test_what_a_pass_waits_for_updates_is_the_updates_and_not_the_pass_s():
     assert step.update_s > 0.25 * step.step_s
     total_s = step.forward_s + step.backward_s + step.update_s + step.other_s
     assert step.step_s == pytest.approx(total_s)
+
+
+class StateApart:
+    """State to the first path, which is as fast both ways at once, all else to the second."""
+
+    name = "state-apart"
+
+    def split(self, num_blocks, paths):
+        is_state = num_blocks == LAYOUT.records[0].padded_bytes // MIB
+        return [num_blocks, 0] if is_state else [0, num_blocks]
+
+
+def test_a_placement_that_suits_unlike_paths_does_not_beat_the_bound():
+    frozen_bytes = 30 * MIB
+    rates = machine((2e8, 2e8, 2e8), (1e9, 1e8, 1 / (1 / 1e9 + 1 / 1e8)))
+    plain, apart = work(), replace(policy(), striping=StateApart())
+    units = tuple(replace(unit, frozen_bytes=frozen_bytes) for unit in plain.units)
+    model = replace(
+        ModelBytes.of(LAYOUT),
+        parameter_bytes=LAYOUT.parameter_bytes + NUM_UNITS * frozen_bytes,
+    )
+
+    step = simulate(
+        replace(plain, units=units),
+        SimulatedMachine(rates=rates),
+        replace(apart, overlap=resolve_overlap("forward")),
+    )
+
+    bound_s = step_bound(
+        rates,
+        step_traffic(model, parameters="storage", optimizer="storage", micro_steps=1),
+        num_parameters=LAYOUT.trainable_elements,
+        compute=[ComputeTimes(forward_s=0.08, backward_s=0.16)],
+        overlap="forward",
+        prefetched_bytes=8 * LAYOUT.records[0].padded_bytes,
+    ).step_s
+    assert 0.8 * step.step_s < bound_s <= step.step_s
+
+
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+@pytest.mark.parametrize("paths", [(HALF,), (FULL,), (HALF, SLOW), (FULL, SLOW), (FULL, HALF)])
+def test_the_bound_is_near_the_best_of_what_policies_reach(paths, parameters):
+    rates = machine(*paths)
+    traffic = step_traffic(
+        ModelBytes.of(LAYOUT), parameters=parameters, optimizer="storage", micro_steps=1
+    )
+
+    best_s = min(
+        simulate(work(parameters), SimulatedMachine(rates=rates), policy(striping=name)).step_s
+        for name in ("adaptive", "modulo", "modulo:2:1", "single")
+    )
+
+    bound = step_bound(
+        rates,
+        traffic,
+        num_parameters=LAYOUT.trainable_elements,
+        compute=[ComputeTimes(forward_s=0.08, backward_s=0.16)],
+    )
+    assert 0.95 * best_s < bound.step_s <= best_s * (1 + 1e-9)

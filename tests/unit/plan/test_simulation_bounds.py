@@ -45,19 +45,6 @@ def paths(draw, name):
 
 
 @st.composite
-def alike_paths(draw):
-    """One path, or two of which one is faster both ways: bytes have one best split then."""
-    first, factor = draw(paths("a")), draw(st.floats(0.2, 1))
-    second = PathRates(
-        path="b",
-        read_bytes_per_s=first.read_bytes_per_s * factor,
-        write_bytes_per_s=first.write_bytes_per_s * factor,
-        mixed_bytes_per_s=first.mixed_bytes_per_s * factor,
-    )
-    return (first, second)[: draw(st.integers(1, 2))]
-
-
-@st.composite
 def machines(draw, *, has_link):
     link = LinkRates(
         in_bytes_per_s=draw(st.floats(1e7, 1e9)),
@@ -65,7 +52,7 @@ def machines(draw, *, has_link):
         latency_s=draw(st.sampled_from([0.0, 1e-3])),
     )
     return Machine(
-        paths=draw(alike_paths()),
+        paths=tuple(draw(paths(name)) for name in "abc"[: draw(st.integers(1, 3))]),
         copy_bytes_per_s=draw(st.floats(1e9, 1e11)),
         update_parameters_per_s=draw(st.floats(1e7, 1e10)),
         link=link if has_link else None,

@@ -1,9 +1,16 @@
-from offload.plan.uses import Uses, reads_of
+import pytest
+
+from offload.plan.uses import CallEnd, Uses, reads_of
 
 
-def reads(forward, backward, num_slots, **options):
-    uses = Uses(forward=tuple(forward), backward=tuple(backward))
-    found = reads_of(uses, num_slots, **options)
+def uses_of(forward, backward, ends=()):
+    """Ends as pairs: a unit, and the uses that began before."""
+    found = tuple(CallEnd(unit=unit, num_before=num_before) for unit, num_before in ends)
+    return Uses(forward=tuple(forward), backward=tuple(backward), ends=found)
+
+
+def reads(forward, backward, num_slots, *, ends=(), **options):
+    found = reads_of(uses_of(forward, backward, ends), num_slots, **options)
     return [sorted(each.elements()) for each in (found.forward, found.backward)]
 
 
@@ -31,3 +38,24 @@ def test_a_unit_used_twice_in_backward_is_read_again_unless_there_are_slots_unti
 def test_a_unit_in_pieces_is_read_by_each_pass_that_uses_it():
     assert reads([0, 1, 0], [0, 1], 3, tiled={0}) == [[0, 1], [0]]
     assert reads([0, 1], [1], 3, tiled={0}) == [[0, 1], []]
+
+
+@pytest.mark.parametrize("num_slots, backward", [(2, [1, 2, 3]), (3, [1, 2]), (4, [1])])
+def test_a_call_around_others_takes_a_slot_and_its_unit_stays_from_its_end_on(num_slots, backward):
+    # 0 is held until the end of forward, and asked for first in backward.
+    found = reads([0, 1, 2, 3], [0, 3, 2, 1], num_slots, ends=[(1, 2), (2, 3), (3, 4), (0, 4)])
+
+    assert found == [[0, 1, 2, 3], backward]
+
+
+def test_of_two_units_of_one_call_the_first_ends_beside_the_other():
+    ends = [(0, 1), (1, 3), (2, 3)]
+
+    assert reads([0, 1, 2], [1, 2, 0], 2, ends=ends) == [[0, 1, 2], [0]]
+    assert reads([0, 1, 2], [2, 1, 0], 2, ends=ends) == [[0, 1, 2], [0, 1]]
+
+
+def test_what_backward_ends_with_and_forward_begins_with_is_carried_over():
+    assert reads_of(uses_of([0, 1], [1, 0]), 1).carried == 0
+    assert reads_of(uses_of([0, 1], [1]), 1).carried is None
+    assert reads_of(uses_of([0, 1], [1, 0]), 1, tiled={0}).carried is None

@@ -7,7 +7,9 @@ import pytest
 from offload.cli.app import run
 from offload.config import build_config
 from offload.errors import ConfigError
+from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
+from offload.runs.rehearsal import RehearsedModel
 from offload.runs.train import run_training
 
 MODULE = """
@@ -89,3 +91,32 @@ def test_a_factory_is_found_beside_the_file_of_the_run(values, tmp_path, monkeyp
 
     assert code == 0, capsys.readouterr()
     assert sys.path == before
+
+
+COUNTED = f"""forward(self, x, y):
+        globals().setdefault("IS_META", []).append(x.is_meta)
+        return {LOSS}"""
+
+
+def test_a_run_calls_its_model_once_before_it_has_values(values, tmp_path):
+    config = build_config(values("counted", COUNTED))
+
+    run_training(config, run_dir=tmp_path / "run")
+
+    assert sys.modules["counted"].IS_META.count(True) == 1
+
+
+def test_one_rehearsal_does_for_the_plans_of_all_policies(values):
+    policies = [
+        {"policy.parameters": "storage", "policy.overlap": "none"},
+        {"policy.parameters": "storage", "policy.prefetch": 0},
+        {"policy.parameters": "host", "tiers.device.kind": "emulated"},
+    ]
+    written = values("rehearsed", COUNTED)
+    configs = [build_config(written, overrides=policy) for policy in policies]
+    model = RehearsedModel.of(configs[0])
+
+    found = [plan_run(config, model=model).to_json() for config in configs]
+
+    assert sys.modules["rehearsed"].IS_META == [True]
+    assert found == [plan_run(config).to_json() for config in configs]

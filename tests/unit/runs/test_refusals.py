@@ -5,9 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import offload
 from offload.config import load_config
 from offload.errors import ConfigError, PlanError, StoreError
+from offload.plan.usable_memory import UsableMemory
 from offload.runs.planning import plan_run
 from offload.runs.prediction import plan_and_predict
 from offload.runs.train import run_training
@@ -160,6 +163,55 @@ def test_where_nothing_helps_a_plan_and_an_error_say_so(tmp_path):
     )
 
 
+def applied(saving):
+    """Returns the overrides that a saving names, with as much of its tier as it says."""
+    budget = {"host": "tiers.host.memory", "storage": "tiers.storage.capacity"}[saving["tier"]]
+    changes = [change.replace(" = ", "=") for change in saving["change"].split(", ")]
+    return (*changes, f"{budget}={saving['smallest_bytes']}")
+
+
+def test_changes_that_are_enough_only_together_are_named_together():
+    in_memory = ("policy.parameters=host", "policy.optimizer=host", "train.gradient_dtype=float32")
+    least = plan_run(config("tiers.host.memory=1GiB")).to_json()["smallest"]
+
+    plan = plan_run(config(f"tiers.host.memory={least['host_memory']}", *in_memory)).to_json()
+
+    *singles, together = plan["give_up"]
+    assert min(saving["smallest_bytes"] for saving in singles) > least["host_memory"]
+    assert together["smallest_bytes"] <= least["host_memory"]
+    assert {change.partition(" = ")[0] for change in together["change"].split(", ")} == {
+        "policy.parameters",
+        "policy.optimizer",
+        "train.gradient_dtype",
+    }
+    for saving in plan["give_up"]:
+        assert plan_run(config(*in_memory, *applied(saving))).fits
+
+
+HALF = """
+from torch import nn
+
+class Half(nn.Module):
+    def __init__(self, **_):
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024).half()
+
+    def forward(self, inputs, targets):
+        return self.layer.weight.float().sum() + (inputs + targets).float().sum()
+"""
+
+
+def test_a_saving_that_the_model_refuses_is_none(tmp_path, monkeypatch):
+    (tmp_path / "half_model.py").write_text(HALF)
+    monkeypatch.syspath_prepend(tmp_path)
+    half = ("model.kind=factory", "model.factory=half_model:Half", "optimizer.codec=fp32")
+
+    plan = plan_run(config("tiers.storage.capacity=8MiB", *half)).to_json()
+
+    assert not plan["fits"]
+    assert [each["change"] for each in plan["give_up"]] == ['tiers.storage.durability = "none"']
+
+
 def test_where_storage_alone_is_short_a_plan_says_what_takes_less_of_it():
     short = "tiers.storage.capacity=20MiB"
     kept = ("checkpoint.save_every=2", "checkpoint.keep_last=2", "train.max_grad_norm=0")
@@ -168,12 +220,14 @@ def test_where_storage_alone_is_short_a_plan_says_what_takes_less_of_it():
     often = plan_run(config(short, *kept, "policy.overlap=both", "optimizer.codec=fp32")).to_json()
 
     uncommitted = 'tiers.storage.durability = "none"'
+    together = 'policy.overlap = "none", optimizer.codec = "split", checkpoint.save_every = 0'
     assert [saving["change"] for saving in once["give_up"]] == [uncommitted]
     assert [saving["change"] for saving in often["give_up"]] == [
         'policy.overlap = "none"',
         'optimizer.codec = "split"',
         "checkpoint.save_every = 0",
         f"{uncommitted}, checkpoint.save_every = 0",
+        f"{together}, {uncommitted}",
     ]
     for plan in (once, often):
         assert plan["give_up_note"] is None
@@ -234,3 +288,33 @@ def test_a_budget_too_small_for_the_records_of_a_store_says_what_a_new_run_needs
     assert resumed.smallest_anew_bytes == smallest
     with pytest.raises(PlanError, match=r"the store keeps the layout .* a run that begins anew"):
         resumed.require_fit()
+
+
+def test_a_plan_that_takes_more_memory_than_there_is_is_refused(tmp_path, monkeypatch):
+    usable = UsableMemory(machine_bytes=3 << 20)
+    monkeypatch.setattr("offload.runs.planning.usable_memory", lambda: usable)
+
+    for change in ('tiers.host.memory="8MiB"', "offload=false"):
+        assert_refused(tmp_path, PlanError, "more memory than there is.* 3 MiB of this", change)
+        assert plan_run(config(change)).to_json()["fits"] is False
+
+
+def test_a_budget_of_more_memory_than_there_is_is_warned_of(tmp_path, caplog):
+    plan = plan_run(config('tiers.host.memory="900TiB"'))
+
+    assert plan.fits
+    [warning] = [each for each in plan.warnings if "tiers.host.memory" in each]
+    assert "900 TiB is more than the" in warning
+    assert not any("tiers.host.memory" in each for each in plan_run(config()).warnings)
+
+
+def test_a_session_refuses_a_model_that_takes_more_memory_than_there_is(tmp_path, monkeypatch):
+    usable = UsableMemory(machine_bytes=3 << 20)
+    monkeypatch.setattr("offload.streaming.arrangement.usable_memory", lambda: usable)
+    model = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(8)])
+
+    with (
+        offload.Session(host_memory="16MiB", store=tmp_path / "store") as session,
+        pytest.raises(PlanError, match="more memory than there is"),
+    ):
+        session.wrap(model)

@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import threading
 import time
 import weakref
 
@@ -9,7 +10,7 @@ import torch
 from offload.errors import ConfigError, StorageError, StoreError
 from offload.storage.engine import Engine, Priority
 from offload.storage.file import StorageFile, open_file
-from offload.storage.paced_engine import PacedEngine
+from offload.storage.paced_engine import PacedEngine, PacedTicket
 
 
 @pytest.fixture
@@ -116,3 +117,34 @@ def test_nothing_of_the_memory_is_kept_when_a_transfer_is_over(file, fails):
         del memory
 
         assert alive() is None
+
+
+class Ended:
+    """A transfer that is over as soon as someone asks for a report."""
+
+    def __init__(self, report):
+        self.notify = report
+
+    def done(self):
+        return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_is_told_of_the_end_finds_it(fails, monkeypatch):
+    ticket, found = PacedTicket(), []
+    told = threading.Thread(target=lambda: found.append(ticket.done()))
+
+    def report(*_):
+        told.start()
+        told.join(timeout=0.1)  # long enough to ask
+
+    monkeypatch.setattr("os.eventfd_write", report)
+    ticket.notify(3)
+
+    if fails:
+        ticket.fail(StorageError("cannot read"))
+    else:
+        ticket.start(Ended(report))
+
+    told.join()
+    assert found == [True]

@@ -3,6 +3,7 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from unit.storage.records import BLOCK, get, memory_of, put
@@ -10,6 +11,7 @@ from unit.storage.records import BLOCK, get, memory_of, put
 from offload.errors import ConfigError, StorageError, StoreError
 from offload.storage import data_file
 from offload.storage.engine import Engine
+from offload.storage.record_transfers import RecordTransfers
 from offload.storage.store import BlockStore
 
 
@@ -26,6 +28,18 @@ def test_a_record_of_any_length_comes_back(store, num_bytes):
     assert before == get(store, "a") == content
     assert store.num_bytes("a") == num_bytes
     assert "a" in store
+
+
+def test_a_close_that_is_interrupted_leaves_no_file_open(store, monkeypatch):
+    put(store, "a", b"x")
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordTransfers, "wait_all", mock.Mock(side_effect=KeyboardInterrupt))
+
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+
+    targets = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    assert not [target for target in targets if target.startswith(str(store.root))]
 
 
 def test_a_missing_record_says_so(store):

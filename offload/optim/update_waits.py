@@ -1,0 +1,41 @@
+"""How long the thread that runs a model waited for updates that run in another."""
+
+import time
+
+from offload.optim.pipeline import UpdatePipeline
+from offload.storage.stalls import KERNEL, StallAccount
+
+
+class UpdateWaits:
+    """Adds waits up, and divides each between storage and kernels by what the updates waited for.
+
+    Attributes:
+        wait_s: Of all waits.
+        io_wait_s: The part of it in which the updates waited for storage.
+
+    Concurrency: The thread that runs the model.
+    """
+
+    def __init__(self, stalls: StallAccount, *, cause: str) -> None:
+        self.wait_s = 0.0
+        self.io_wait_s = 0.0
+        self._stalls = stalls
+        self._cause = cause
+
+    def add(self, pipeline: UpdatePipeline, *, started_s: float, io_before_s: float) -> float:
+        """Adds a wait that ends now, and returns its length.
+
+        Args:
+            pipeline: Carries the updates out.
+            started_s: By `time.perf_counter`.
+            io_before_s: `pipeline.io_wait_s` at that time.
+        """
+        waited_s = time.perf_counter() - started_s
+        io_s = min(max(pipeline.io_wait_s - io_before_s, 0.0), waited_s)
+        self.wait_s += waited_s
+        self.io_wait_s += io_s
+        if io_s:
+            self._stalls.add(pipeline.waits_for, self._cause, io_s)
+        if waited_s > io_s:
+            self._stalls.add(KERNEL, self._cause, waited_s - io_s)
+        return waited_s

@@ -1,0 +1,38 @@
+"""Which units stay in their slots when their use ends: the engine's rule, and its plans'. Pure.
+
+[Note: what stays]
+A unit stays if all that is used until its next use fits into the slots beside it. So what stays
+takes no slot that a fetch ahead needs, and what is read follows from the order of uses and the
+slots alone, however far ahead units are fetched. A rule that reads less, such as giving up the
+farthest next use whenever a slot is needed, would depend on when that is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Decides what stays among so many slots. See [Note: what stays]."""
+
+    num_slots: int
+
+    def staying(self, following: Iterable[int], *, num_held: int = 0) -> set[int]:
+        """Returns the units that stay if their use ends now: the next ones, one for each slot.
+
+        Args:
+            following: The units of the uses to come, soonest first; repeated ones count once.
+            num_held: Slots that calls hold beside.
+        """
+        found: set[int] = set()
+        if self.num_slots <= num_held:
+            return found
+        for unit in following:
+            found.add(unit)
+            if len(found) == self.num_slots - num_held:
+                break
+        return found
+
+    def stays(self, unit: int, following: Iterable[int], *, num_held: int = 0) -> bool:
+        """Tells whether `unit` is one of `staying`."""
+        return unit in self.staying(following, num_held=num_held)
