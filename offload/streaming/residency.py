@@ -490,9 +490,8 @@ class Residency:
             memory = self._slots.try_take(num_bytes)
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
-            raise BudgetError(
-                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
-            )
+            message = no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
+            raise BudgetError(message)
         return memory
 
     @property

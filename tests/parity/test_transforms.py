@@ -80,7 +80,7 @@ MEMORY = {"few": 3, "enough": 8}
 def open_with(tmp_path, slots, device):
     options = {"device_memory": slots * UNIT_BYTES} if device == "emulated" else {}
     budget = 1 << 20 if device == "emulated" else (slots * UNIT_BYTES + 150_000)
-    return open_session(tmp_path, budget_bytes=budget, overlap="none", **options)
+    return open_session(tmp_path, budget_bytes=budget, overlap="none", device=device, **options)
 
 
 def require_gradients(model, *, plain):
@@ -105,11 +105,10 @@ def test_a_transform_gives_the_plain_result_or_names_what_is_kept(tmp_path, name
         require_gradients(model, plain=plain)
 
 
+@pytest.mark.unified  # the smallest host budget of this model has slots for all
 @pytest.mark.parametrize("name", KEEPING)
-def test_a_transform_beyond_the_budget_is_refused_and_leaves_nothing(tmp_path, name, device):
-    if device == "cpu":
-        pytest.skip("the smallest host budget of this model has slots for all")
-    with open_with(tmp_path, MEMORY["few"], device) as session:
+def test_a_transform_beyond_the_budget_is_refused_and_leaves_nothing(tmp_path, name):
+    with open_with(tmp_path, MEMORY["few"], "emulated") as session:
         model = session.wrap(build())
         session.AdamW(model.parameters())
 
