@@ -20,13 +20,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check torture docs clean
+.PHONY: help demo test slow check torture docs clean
 
 help:
 	@echo "make demo     trains the quickstart, 85.6 M parameters within 400 MiB"
 	@echo "make test     runs the tests that take seconds"
+	@echo "make slow     runs those that take minutes in all"
 	@echo "make check    format, lint, types, import layers, C warnings"
-	@echo "make torture  runs the tests that take minutes, then kills a run 200 times"
+	@echo "make torture  runs these in all combinations, then kills a run 200 times"
 	@echo "make docs     runs the code in README and docs and checks their links"
 	@echo "make clean    removes .venv and what was built; runs/ stays"
 
@@ -36,8 +37,14 @@ demo: $(ENV)/.installed
 	$(BIN)/offload train examples/quickstart.toml --run-dir "$$run_dir"
 
 # Tests wait for drives and threads, so two at a time take little more than half the time.
+SEVERAL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
+
 test: $(ENV)/.installed-test
-	@scripts/test --numprocesses=auto --maxprocesses=4 --dist=worksteal
+	@scripts/test $(SEVERAL)
+
+slow: $(ENV)/.installed-test
+	@scripts/test -m "slow and not alone and not stress and not gpu" $(SEVERAL) --durations=10
+	@scripts/test -m "slow and alone and not stress and not gpu" --durations=10
 
 check: $(ENV)/.installed-test
 	@scripts/check

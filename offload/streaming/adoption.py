@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout import FlatShard, Record, Unit
+from offload.layout import FlatShard, PlacedParameter, Record, Unit
 from offload.memory import SlotPool, memory_of, storage_over
 from offload.optim.pipeline import ModelState, parameter_key, state_key
 from offload.streaming.building import Building
@@ -34,7 +34,6 @@ class Adoption:
         """Copies every parameter into the resident flat shards, or reads them from the store."""
         assert self._state.parameters is not None
         elsewhere = self._state.elsewhere
-        shown = self._state.parameters if elsewhere is None else elsewhere.flat
         for shard in self._state.layout.shards.values():
             flat = self._state.parameters[shard.name]
             if self._is_resumed:
@@ -48,11 +47,18 @@ class Adoption:
                 if not self._is_resumed:
                     view.copy_(self._values_of(parameter))
                 self._forget(parameter)
-                own = shown[shard.name][placed.start : placed.stop]
-                parameter.data = own.view(placed.facts.shape)
+                self._show(shard, placed)
         if elsewhere is not None:
             elsewhere.send_all()
             elsewhere.wait_all()
+
+    def _show(self, shard: FlatShard, placed: PlacedParameter) -> None:
+        """Points a resident parameter to its place, which a replaced `parameter.data` is not."""
+        elsewhere = self._state.elsewhere
+        shown = self._state.parameters if elsewhere is None else elsewhere.flat
+        assert shown is not None
+        own = shown[shard.name][placed.start : placed.stop]
+        self._parameters[placed.facts.name].data = own.view(placed.facts.shape)
 
     def fill_records(self) -> None:
         """Reads the resident records that the resumed store has; all others begin."""
@@ -77,13 +83,15 @@ class Adoption:
                 self._state.edited.update(each.facts.name for each in placed)
 
     def read_parameters(self) -> None:
-        """Reads every resident flat shard from the store, in place."""
+        """Reads every resident flat shard from the store, in place, whatever parameters show."""
         assert self._state.parameters is not None
         elsewhere = self._state.elsewhere
         if elsewhere is not None:
             elsewhere.begin()
         for shard in self._state.layout.shards.values():
             self._read_shard(shard, self._state.parameters[shard.name])
+            for placed in shard.parameters:
+                self._show(shard, placed)
         if elsewhere is not None:
             elsewhere.send_all()
             elsewhere.wait_all()

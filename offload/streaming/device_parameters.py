@@ -88,6 +88,7 @@ class DeviceParameters:
         """Makes host memory free to change; copies from now on follow what was computed so far."""
         for copies in self._sent:
             for copy in copies:
+                copy.wait()  # after a step that failed nobody else has
                 copy.synchronize()
             copies.clear()
         self._num_sent = dict.fromkeys(self.flat, 0)

@@ -4,7 +4,6 @@ See [Note: a slot belongs to a storage object] in `offload.memory.storages`: evi
 drops the engine's own views; the slot comes back when the last alias of it is gone.
 """
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from offload.devices import CpuDevice, Device
-from offload.errors import BudgetError, OffloadError
+from offload.errors import BudgetError
 from offload.memory import Arena, SlotPool, memory_of, storage_over
 from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
@@ -37,6 +36,7 @@ from offload.streaming.unit import (
     Transfer,
     counted_bytes_of,
     filling_slots,
+    quietly,
     require_untouched,
     wait_quietly,
 )
@@ -372,7 +372,7 @@ class Residency:
         if unit.state is CopyState.ABSENT:
             return
         if unit.state is CopyState.FETCHING:
-            with contextlib.suppress(OffloadError):
+            with quietly():
                 self._tier.wait_updated(unit.transfers)
             wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:

@@ -1,6 +1,5 @@
 """Where absent units live, and how they come from there into a slot."""
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from offload.storage.stalls import CHECKSUM, LINK, path_label
 from offload.storage.store import BlockStore
 from offload.storage.tickets import StoreTicket
 from offload.streaming.parameter_tier import StoredTier
-from offload.streaming.unit import Transfer, counted_bytes_of, start_all
+from offload.streaming.unit import Transfer, counted_bytes_of, quietly, start_all
 
 
 class StoredUnits:
@@ -388,10 +387,10 @@ class StagedUnits:
 
     def _end_first(self) -> None:
         read = self._in_flight[0]  # an interrupt of the waits leaves it there
-        with contextlib.suppress(Exception):
+        with quietly(Exception):
             if not read.is_read():
                 self._stored.wait_updated(read.reads)
-        with contextlib.suppress(Exception):  # whoever waits for the unit gets the error
+        with quietly(Exception):  # whoever waits for the unit gets the error
             read.synchronize()
         self._in_flight.popleft()
         self._staging.release(read.slot)

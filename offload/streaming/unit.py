@@ -44,13 +44,20 @@ def counted_bytes_of(transfers: Iterable[Transfer]) -> int:
     return sum(each.counted_bytes for each in transfers if isinstance(each, Counted))
 
 
+@contextlib.contextmanager
+def quietly(ignored: type[Exception] = OffloadError) -> Iterator[None]:
+    """Ignores an error, which somebody else may have and keep: it must not keep memory too."""
+    try:
+        yield
+    except ignored as error:
+        error.__traceback__ = None
+
+
 def wait_quietly(transfers: Iterable[Transfer]) -> None:
     """Waits until none of the transfers touches memory any more, whatever they give."""
     for transfer in transfers:
-        try:
+        with quietly():
             transfer.wait()
-        except OffloadError as error:
-            error.__traceback__ = None  # whoever keeps the error must not keep the memory
 
 
 @contextlib.contextmanager

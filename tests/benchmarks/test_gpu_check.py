@@ -27,6 +27,7 @@ def test_the_script_says_that_there_is_no_cuda_device_and_exits_77():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_table_has_every_row_and_bits_and_budget_are_right_on_the_emulated_device():
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_check.py", "--device", "emulated", "--small"],
@@ -41,6 +42,7 @@ def test_the_table_has_every_row_and_bits_and_budget_are_right_on_the_emulated_d
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_benchmark_of_prefetch_prints_its_figures():
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "prefetch.py", "--small", "--json"],

@@ -77,6 +77,7 @@ def train(tmp_path: Path, layers: int, device: str, budget_bytes: int) -> list[i
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_twice_the_layers_take_no_more_resident_memory(tmp_path: Path, device: str) -> None:
     smallest, _, _ = train(tmp_path, 2 * LAYERS, device, 0)

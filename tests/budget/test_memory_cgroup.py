@@ -12,7 +12,7 @@ from budget.confined import confine, memory_cgroup, train, was_killed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture

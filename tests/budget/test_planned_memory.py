@@ -11,7 +11,7 @@ import pytest
 
 from offload.plan.machine_profile import MARK
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 MODEL = {
     "model.layers": 8,

@@ -40,6 +40,7 @@ def rise_of_peak(action):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_memory_descriptors_and_space_are_flat_over_saves(tmp_path):
     config = {
         "checkpoint": {"keep_last": KEEP_LAST, "drain": str(tmp_path / "backup")},

@@ -169,6 +169,7 @@ def test_without_the_extension_the_pure_backend_moves_the_same_bytes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # two that look for a free loop device may find the same
 @pytest.mark.parametrize("sector_bytes", [512, 4096])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads", "aiofiles"])
 def test_devices_of_both_sector_sizes_are_written_directly(tmp_path, sector_bytes, backend):

@@ -13,6 +13,7 @@ SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_killed_runs_show_the_reference_again(tmp_path):
     overrides = ["train.steps=15", "data.source=files", f'data.files=["{argparse.__file__}"]']
     with Torture(tmp_path, config=SMALL, overrides=overrides, seed=1) as torture:

@@ -1,9 +1,11 @@
 import argparse
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from parity.selection import covering_pairs
 
 from offload.config import load_config
 from offload.runs.train import run_training
@@ -51,8 +53,10 @@ def train(monkeypatch):
 
 
 ONE_IN = 10
-"""Of the tests that open a session, one in so many runs on the emulated device by default too; the
-others do with `slow`."""
+"""Of the tests that open a session, one in so many runs on the emulated device by default too.
+
+With `slow` so many more do that each pair of a test's parameters does; the rest is of `stress`.
+"""
 
 
 NAME_THEIR_DEVICE = ("test_devices", "test_device_placement")
@@ -76,8 +80,28 @@ def device(request, monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    # All items are here, those of other folders too.
-    for item in (item for item in items if FOLDER in item.path.parents):
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("device") == "emulated" and zlib.crc32(item.name.encode()) % ONE_IN:
+    of_function = defaultdict(list)
+    for item in items:  # those of other folders too
+        if FOLDER in item.path.parents and _device_of(item) == "emulated":
+            of_function[item.nodeid.partition("[")[0]].append(item)
+    for cases in of_function.values():
+        _choose(cases)
+
+
+def _choose(cases):
+    """Leaves to `stress` what has no pair of values that others of a test do not have."""
+    quick = {at for at, item in enumerate(cases) if zlib.crc32(item.name.encode()) % ONE_IN == 0}
+    chosen = covering_pairs([_values_of(item) for item in cases], given=quick)
+    for at, item in enumerate(cases):
+        if at not in quick:
             item.add_marker(pytest.mark.slow)
+        if at not in chosen:
+            item.add_marker(pytest.mark.stress)
+
+
+def _values_of(item):
+    return {name: repr(value) for name, value in item.callspec.params.items()}
+
+
+def _device_of(item):
+    return getattr(getattr(item, "callspec", None), "params", {}).get("device")

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from model.program_parts import refusing
 from parity.models import SmallGPT, batch, build, loss_of
 from parity.oracle import Reference, same_bits
 from parity.sessions import open_session, use_small_records
@@ -17,6 +18,7 @@ from parity.side_by_side import (
 )
 
 import offload
+from offload.errors import StorageError
 from offload.streaming.byte_sums import ByteSums
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.edits import Edits
@@ -368,6 +370,42 @@ def test_a_session_goes_back_to_a_checkpoint(tmp_path, overlap):
             loss_of(model, 1).backward()
             optimizer.step()
             assert session.state_digest() == digests[1]
+
+
+def test_a_session_goes_back_after_a_step_that_failed_in_its_middle(tmp_path):
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    with _session(tmp_path, overlap="none", order="sequential") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+        session.save("one")
+        loss_of(model, 1).backward()
+        with refusing("write", 2, waits=False, goes_on=True), pytest.raises(StorageError):
+            optimizer.step()
+
+        session.load("one")
+        for each in (model, reference.model):
+            each.head.weight.data = each.head.weight.data * 0.5
+        reference.edited("head.weight")
+        with session._device.checking():
+            train_both(model, optimizer, reference, steps=2, first=1)
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.parametrize("parameters, where", [("device", "emulated"), ("host", "cpu")])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_data_that_was_replaced_is_gone_after_a_load(tmp_path, parameters, where, overlap):
+    placement, reference = (parameters, "storage"), Reference(build(SmallGPT), **OPTIONS)
+    with open_session(tmp_path, placement, device=where, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        session.save("begin")
+        model.head.weight.data = model.head.weight.data * 0.5
+
+        session.load("begin")
+
+        train_both(model, optimizer, reference, steps=1)
+        require_equal_state(session, model, reference)
 
 
 def test_two_models_share_the_device_s_budget(tmp_path):

@@ -1,12 +1,17 @@
 """What failed first is what is raised, also by whoever goes on and keeps the errors."""
 
+import contextlib
+import errno
 import itertools
 
 import pytest
 from parity.models import SmallGPT, build, loss_of
 from parity.sessions import open_session, use_small_records
 
+from offload._native import aio
 from offload.errors import BudgetError, StorageError
+from offload.storage.engine import Engine
+from offload.storage.faults import Fault, FaultPlan
 from offload.storage.store import BlockStore
 
 
@@ -70,3 +75,31 @@ def test_what_failed_is_not_hidden_by_slots_that_errors_keep(
     assert errors
     assert not any(isinstance(error, BudgetError) for error in errors)
     assert all("what failed first" in str(error) for error in errors)
+
+
+@pytest.mark.skipif(not aio.available(), reason="no compiled backend")
+@pytest.mark.parametrize("skip", [57, 60])
+def test_errors_of_reads_on_their_way_keep_no_slots(tmp_path, monkeypatch, device, skip):
+    budgets = smallest_budgets(tmp_path, device)
+    faults = FaultPlan(faults=(Fault(operation="read", skip=skip, count=3, error=errno.EIO),))
+
+    def open_engine(*_):
+        engine = Engine("fault", faults=faults)
+        engine.open()
+        return engine
+
+    monkeypatch.setattr("offload.session.session_store._open_engine", open_engine)
+    errors = []
+    with contextlib.suppress(StorageError), open_session(tmp_path, **budgets) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+        for index in range(5):
+            try:
+                loss_of(model, index).backward()
+                optimizer.step()
+            except Exception as error:  # noqa: BLE001 - whatever it is
+                errors.append(error)
+            optimizer.zero_grad()
+
+    assert errors
+    assert not any(isinstance(error, BudgetError) for error in errors)
