@@ -34,7 +34,8 @@ static unsigned probe(void)
 		return 0;
 	if ((xcr0 & XCR0_YMM) == XCR0_YMM && (ebx & bit_AVX2) && has_f16c)
 		features |= OFL_OPTIM_FEATURE_AVX2;
-	if ((xcr0 & XCR0_ZMM) == XCR0_ZMM && (ebx & bit_AVX512F) && (ebx & bit_AVX512BW))
+	if ((xcr0 & XCR0_ZMM) == XCR0_ZMM && (ebx & bit_AVX512F) &&
+	    (ebx & bit_AVX512BW) && has_f16c)
 		features |= OFL_OPTIM_FEATURE_AVX512;
 	return features;
 }

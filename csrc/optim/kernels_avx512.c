@@ -5,7 +5,7 @@
 #if OFL_OPTIM_HAS_X86
 #include <immintrin.h>
 
-#define OFL_TARGET  __attribute__((target("avx512f,avx512bw")))
+#define OFL_TARGET  __attribute__((target("avx512f,avx512bw,f16c")))
 #define OFL_WIDTH   16
 #define OFL_VARIANT ofl_optim_avx512
 #define OP	    static inline __attribute__((always_inline)) OFL_TARGET
@@ -54,8 +54,7 @@ OP void hf_load_bf16_pairs(const void *at, hf *even, hf *odd)
 
 OP hf hf_load_f16(const void *at)
 {
-	return _mm512_castps512_ps256(
-		_mm512_cvtph_ps(_mm256_castsi128_si256(_mm_loadu_si128(at))));
+	return _mm256_cvtph_ps(_mm_loadu_si128(at));
 }
 
 /* NaN becomes the one NaN. */

@@ -40,7 +40,7 @@
 /*
  * The features that both the CPU and the operating system support (the latter
  * says in XCR0 which registers it saves).  OFL_OPTIM_FEATURE_AVX2 stands for AVX2
- * and F16C, OFL_OPTIM_FEATURE_AVX512 for AVX-512 F and BW.  Thread-safe.
+ * and F16C, OFL_OPTIM_FEATURE_AVX512 for AVX-512 F and BW, and F16C.  Thread-safe.
  */
 unsigned ofl_optim_cpu_features(void);
 

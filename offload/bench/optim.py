@@ -121,17 +121,22 @@ def run_optim_bench(
     )
 
 
-def interleaved(actions: dict[str, Callable[[], object]], *, num_rounds: int) -> dict[str, Any]:
+def interleaved(
+    actions: dict[str, Callable[[], object]], *, warm: Callable[[], object], num_rounds: int
+) -> dict[str, list[float]]:
     """Returns the seconds of each action in each round, after one round that does not count.
 
     Interleaved, since a machine's memory and clock change from one second to the next. Before each
     is a pause: OpenMP's threads spin for some milliseconds after torch's operations, on processors
-    that the next action would use.
+    that the next action would use. Processors that have idled then run slowly for some
+    milliseconds, which would cost a short action more than a long one: so `warm`, not measured,
+    keeps all of them busy just before each.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for index in range(num_rounds + 1):
         for name, action in actions.items():
             time.sleep(_PAUSE_S)
+            warm()
             started_s = time.perf_counter()
             action()
             elapsed_s = time.perf_counter() - started_s
@@ -151,7 +156,7 @@ def _measure(
     }
     if isinstance(kernels, NativeKernels):
         actions["bare"] = functools.partial(kernels.bare_pass, memory.operands)
-    seconds = interleaved(actions, num_rounds=options.num_rounds)
+    seconds = interleaved(actions, warm=_reader(case, memory.source), num_rounds=options.num_rounds)
     typical_s = {name: statistics.median(each) for name, each in seconds.items()}
     copied_bytes = 2 * memory.source.numel() * memory.source.element_size()
     copy_rate = copied_bytes / min(typical_s["memcpy"], typical_s["non-temporal"])
@@ -187,6 +192,7 @@ def _measure_helpers(
 ) -> list[HelperResult]:
     gradient, other = memory.operands.gradient, memory.target.view(memory.operands.gradient.dtype)
     accumulator = other[: gradient.numel()]
+    warm = _reader(case, memory.source)
     # Apart: what a copy or a pass that writes leaves in the caches, the next one has to write back.
     seconds = interleaved(
         {
@@ -194,12 +200,14 @@ def _measure_helpers(
             "norm": lambda: kernels.sums_of_squares([gradient]),
             "nonfinite": lambda: kernels.count_nonfinite([gradient]),
         },
+        warm=warm,
         num_rounds=options.num_rounds,
     ) | interleaved(
         {
             "copy": _copier(case, memory, is_nontemporal=True),
             "accumulate": lambda: kernels.accumulate(accumulator, gradient),
         },
+        warm=warm,
         num_rounds=options.num_rounds,
     )
     typical_s = {name: statistics.median(each) for name, each in seconds.items()}
@@ -258,6 +266,10 @@ def _measure_torch(options: OptimBenchOptions) -> TorchResult:
     master.grad = torch.full_like(master, 0.5)
     half, half_gradient = master.bfloat16(), master.grad.bfloat16()
     optimizer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.1, fused=True)
+    case = _split_case(options)
+    memory = OptimMemory(case, num_parameters=options.num_parameters)
+    memory.open()
+    kernels = load_kernels(case.isa, num_threads=case.threads)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(options.threads))
 
@@ -276,10 +288,12 @@ def _measure_torch(options: OptimBenchOptions) -> TorchResult:
         "fused": optimizer.step,
         "with casts": step_with_casts,
         "new gradients": step_with_new_gradients,
-        "split": _split(options),
+        "split": lambda: kernels.update(memory.operands, [_whole(options)]),
     }
     try:
-        seconds = interleaved(actions, num_rounds=options.num_rounds)
+        seconds = interleaved(
+            actions, warm=_reader(case, memory.source), num_rounds=options.num_rounds
+        )
     finally:
         torch.set_num_threads(threads)
     rates = {
@@ -296,9 +310,9 @@ def _measure_torch(options: OptimBenchOptions) -> TorchResult:
     )
 
 
-def _split(options: OptimBenchOptions) -> Callable[[], object]:
+def _split_case(options: OptimBenchOptions) -> OptimCase:
     """The pass that does what torch does with both casts."""
-    case = OptimCase(
+    return OptimCase(
         optimizer="adamw",
         codec="split",
         parameter_dtype="bfloat16",
@@ -306,10 +320,6 @@ def _split(options: OptimBenchOptions) -> Callable[[], object]:
         isa=options.isas[0],
         threads=max(options.threads),
     )
-    memory = OptimMemory(case, num_parameters=options.num_parameters)
-    memory.open()
-    kernels = load_kernels(case.isa, num_threads=case.threads)
-    return lambda: kernels.update(memory.operands, [_whole(options)])
 
 
 def _whole(options: OptimBenchOptions) -> Range:

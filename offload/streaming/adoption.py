@@ -82,15 +82,20 @@ class Adoption:
                 placed = self._state.layout.parameters_in(subgroup)
                 self._state.edited.update(each.facts.name for each in placed)
 
-    def read_parameters(self) -> None:
-        """Reads every resident flat shard from the store, in place, whatever parameters show."""
+    def read_parameters(self, *, are_streamed: bool) -> None:
+        """Reads every resident flat shard from the store, in place.
+
+        Args:
+            are_streamed: Whether parameters are placeholders, which come into slots; else they show
+                what is read, whatever they showed.
+        """
         assert self._state.parameters is not None
         elsewhere = self._state.elsewhere
         if elsewhere is not None:
             elsewhere.begin()
         for shard in self._state.layout.shards.values():
             self._read_shard(shard, self._state.parameters[shard.name])
-            for placed in shard.parameters:
+            for placed in () if are_streamed else shard.parameters:
                 self._show(shard, placed)
         if elsewhere is not None:
             elsewhere.send_all()

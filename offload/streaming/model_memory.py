@@ -186,7 +186,8 @@ class ModelMemory:
         adoption = Adoption(self.state, self._parameters, building=None, is_resumed=True)
         adoption.fill_records()
         if self.state.parameters is not None:
-            adoption.read_parameters()
+            is_unified = self._device.is_unified
+            adoption.read_parameters(are_streamed=self._options.is_streamed(is_unified=is_unified))
 
     def change_rule(self, layout: ModelLayout, needed: HostPlan) -> None:
         """Lays the state out for another update rule, of which there is no state yet.

@@ -4,10 +4,12 @@ Records `a` to `d`, one unit each. `r`: a state is read, `s`: staged, `p`: becom
 """
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from unit.optim.test_pipeline import OPTIONS, Harness
 
+from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.optim.early import EarlyUpdates
 from offload.optim.pipeline import ParameterUpdate
 from offload.optim.scalars import adamw_scalars
@@ -145,3 +147,25 @@ def test_what_waited_for_an_update_that_failed_is_given_up_with_it(steps, monkey
     assert steps.events() == ["r a", "s a"]
     assert steps.take() == ["a"]
     assert store.staged == {}
+
+
+def test_a_record_begins_with_the_last_gradient_of_its_parameters(monkeypatch):
+    parameters = [
+        ParameterFacts(name=f"a.{name}", shape=(8,), dtype="bfloat16") for name in ("p", "q")
+    ]
+    layout = build_layout([UnitFacts(name="a", parameters=tuple(parameters))], codec="split")
+    early, begun = EarlyUpdates(StallAccount()), []
+    monkeypatch.setattr(early, "_submit", lambda index, updates: begun.append(sorted(updates)))
+    early.use(SimpleNamespace(state=SimpleNamespace(store=object(), layout=layout)), kept=())
+    update = ParameterUpdate(scalars=adamw_scalars(step=1, **OPTIONS), scales=())
+
+    def arrive(name):  # both have a gradient, of an earlier micro-step too
+        early.arrived(name, update_of=lambda _: update, edited=())
+
+    arrive("a.q")
+    early.forget("a.q")  # it is about to change
+    arrive("a.p")
+    assert begun == []
+    arrive("a.q")
+
+    assert begun == [["a.p", "a.q"]]

@@ -392,6 +392,20 @@ def test_a_session_goes_back_after_a_step_that_failed_in_its_middle(tmp_path):
         require_equal_state(session, model, reference)
 
 
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+def test_parameters_that_come_into_slots_are_absent_after_a_load(tmp_path, parameters):
+    placement, reference = (parameters, "storage"), Reference(build(SmallGPT), **OPTIONS)
+    with open_session(tmp_path, placement, device="emulated") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        session.save("begin")
+
+        session.load("begin")
+
+        train_both(model, optimizer, reference, steps=1)
+        require_equal_state(session, model, reference)
+
+
 @pytest.mark.parametrize("parameters, where", [("device", "emulated"), ("host", "cpu")])
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_data_that_was_replaced_is_gone_after_a_load(tmp_path, parameters, where, overlap):

@@ -1,5 +1,6 @@
 """Updates under the next forward change no bit, whatever comes between two steps."""
 
+import contextlib
 import copy
 import threading
 
@@ -135,6 +136,23 @@ class TestBackward:
             reference.model.zero_grad()
 
         require_equal_state(session, model, reference)
+
+    def test_accumulating_nests_and_ends_with_an_exception(self, session):
+        with pytest.raises(StoreError, match="no model is wrapped"), session.accumulating():
+            pass
+        model = session.wrap(build(SmallGPT))
+        session.AdamW(model.parameters(), **OPTIONS)
+        early = session._wrapped._updates.early
+
+        with contextlib.suppress(KeyError), session.accumulating():
+            with session.accumulating():
+                pass
+            loss_of(model, 0).backward()
+            assert early._applied == {}
+            raise KeyError
+        loss_of(model, 1).backward()
+
+        assert early._applied != {}
 
     def test_clipping_by_a_global_norm_is_refused_and_changes_nothing(self, session):
         model = session.wrap(build(SmallGPT))
