@@ -164,7 +164,7 @@ class Attachment:
 
     def _limit_holes(self, num_bytes: int) -> None:
         """Keeps holes of the heap from filling what the budget leaves to libraries."""
-        if self._device.torch_device.type == "cpu":  # else activations are not in the heap
+        if self._device.is_unified:  # else activations are not in the heap
             self._holes.limit(num_bytes)
 
     def close(self) -> None:
