@@ -202,6 +202,13 @@ def plan_host(
         "num_records": len(layout.records),
     }
     workspace = budget_bytes // WORKSPACE_SHARE
+
+    def num_more_slots(room_bytes: int) -> int:  # what is left lets calls hold more units
+        if not slot_bytes or not is_unified or budget_bytes >= UNBOUNDED_BYTES:
+            return 0
+        without = max(len(layout.units) - min_slots - extra_slots, 0)
+        return min(without, max(room_bytes, 0) // slot_bytes)
+
     window = cut_window(min(window_bytes, free), **sizes)
     if keeps_records and state_buffer:
         cuts = [
@@ -213,7 +220,9 @@ def plan_host(
         def cost(cut: WindowCut) -> float:
             cached = min(len(layout.records), max(room - cut.num_bytes, 0) // state_buffer)
             moved = buffer_bytes * len(layout.records) - state_buffer * cached
-            return waits_with(cut.num_buffers) * moved
+            waits = waits_with(cut.num_at_once(cached, len(layout.records)))
+            kept = slot_bytes * num_more_slots(room - cut.num_bytes - state_buffer * cached)
+            return waits * 2 * moved - kept
 
         window = min(cuts[:1] if gradients.spilled else cuts, key=cost)
     left = free - window.num_bytes
@@ -224,11 +233,7 @@ def plan_host(
     cached = 0
     if keeps_records and state_buffer:
         cached = min(len(layout.records), max(left - workspace, 0) // state_buffer)
-    if (
-        slot_bytes and is_unified and budget_bytes < UNBOUNDED_BYTES
-    ):  # what is left lets calls hold more units
-        left = max(left - state_buffer * cached - workspace, 0)
-        extra_slots += min(max(len(layout.units) - min_slots - extra_slots, 0), left // slot_bytes)
+    extra_slots += num_more_slots(left - state_buffer * cached - workspace)
     return HostPlan(
         budget_bytes=budget_bytes,
         resident_parameter_bytes=resident_parameters,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from offload.layout import RECORD_ELEMENTS, ModelLayout
 from offload.plan.host import HostPlan
-from offload.plan.window import waits_with
+from offload.plan.window import num_at_once, waits_with
 from offload.sizes import MIB
 
 SIZES = tuple(RECORD_ELEMENTS >> shift for shift in range(5))
@@ -51,7 +51,8 @@ def step_cost_bytes(layout: ModelLayout, plan: HostPlan) -> float:
         streamed += layout.parameter_bytes
     # What stays in slots beyond those is not read again by backward.
     kept = min(plan.slot_bytes * plan.num_slots, layout.parameter_bytes)
-    return waits_with(plan.num_buffers) * 2 * streamed - kept + _RECORD_BYTES * num_records
+    at_once = num_at_once(plan.num_buffers, plan.num_places, plan.num_cached, num_records)
+    return waits_with(at_once) * 2 * streamed - kept + _RECORD_BYTES * num_records
 
 
 def _sizes_for(layout: ModelLayout) -> list[int]:

@@ -36,6 +36,10 @@ class WindowCut:
     num_bytes: int
     """Of all buffers."""
 
+    def num_at_once(self, num_cached: int, num_records: int) -> int:
+        """Returns how many records are read, updated and written at one time."""
+        return num_at_once(self.num_buffers, self.num_places, num_cached, num_records)
+
 
 def cut_window(
     window_bytes: int, *, state_bytes: int, beside_bytes: int, num_records: int
@@ -91,9 +95,22 @@ def cut_window_beside_cache(
     )
 
 
-def waits_with(num_buffers: int) -> float:
+def num_at_once(num_buffers: int, num_places: int, num_cached: int, num_records: int) -> int:
+    """Returns how many records are in a window at one time: those that memory keeps bring buffers.
+
+    Args:
+        num_buffers: Of the window.
+        num_places: Of the window.
+        num_cached: Records whose state memory keeps.
+        num_records: Of the model.
+    """
+    missed = num_records - num_cached
+    return min(num_buffers * num_records // missed, num_places) if missed > 0 else num_places
+
+
+def waits_with(num_records: int) -> float:
     """Returns by which factor an update takes longer with so few records in the window."""
-    return _WAITS.get(num_buffers, 1.0)
+    return _WAITS.get(num_records, 1.0)
 
 
 def is_left_for_reads(num_places_free: int, num_places: int) -> bool:

@@ -88,8 +88,8 @@ def test_what_a_short_budget_has_goes_to_the_cache_before_a_longer_window():
 
     found = plan(layout, smallest + 160 * MIB, keeps_records=True, prefetch_distance=0)
 
-    assert found.num_buffers == 4
-    assert found.num_cached >= 8
+    assert found.num_buffers == 3  # records that memory keeps come in between: four at one time
+    assert found.num_cached >= 9
     assert found.planned_bytes <= smallest + 160 * MIB
 
 

@@ -1,4 +1,7 @@
+import random
+
 from offload.streaming import access_history
+from offload.streaming.access_history import AccessHistory
 from offload.streaming.trace import NEVER, Access, AccessTrace
 
 
@@ -174,6 +177,23 @@ def test_a_long_history_is_forgotten_and_the_rest_still_predicts(monkeypatch):
     assert list(trace.upcoming()) == [0, 1, 2]
     assert trace.divergences == 0
     assert len(trace._history._accesses) <= 64
+
+
+def test_what_is_unforeseen_is_compared_with_the_latest_places_alone(monkeypatch):
+    trace, rng = AccessTrace(), random.Random(0)
+    compare, places, most = AccessHistory._num_alike, [], 0
+
+    def noted(history, place):
+        places.append(place)
+        return compare(history, place)
+
+    monkeypatch.setattr(AccessHistory, "_num_alike", noted)
+    for _ in range(2000):
+        places.clear()
+        run(trace, *forward(rng.randrange(3)))
+        most = max(most, len(places))
+
+    assert most == access_history._MOST_PLACES
 
 
 def test_a_step_that_is_too_long_to_be_remembered_is_unforeseen(monkeypatch):
