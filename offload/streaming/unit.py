@@ -462,7 +462,7 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
 
 def _require_same_kind(binding: Binding) -> None:
     """Raises StoreError if the model was cast or moved: what was done to it was a placeholder."""
-    found, made = binding.parameter, binding.placeholder
+    found, made = binding.parameter, binding.placeholder.tensor
     if found.dtype != made.dtype or found.device != made.device:
         raise StoreError(
             f"cannot fetch parameter `{binding.name}`: expected it in {made.dtype} on "
