@@ -19,7 +19,7 @@ import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.streaming.unit import placeholder_of as plain_placeholder_of
+from offload.streaming.placeholders import placeholder_of as plain_placeholder_of
 
 GRANULE = 64
 """Bytes that are looked at as one: what every parameter begins at a multiple of."""
@@ -40,9 +40,9 @@ def pretend(monkeypatch, *, tells=True):
     monkeypatch.setattr("offload.devices.cuda._cuda", runtime)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: runtime.record_stream(*args))
     monkeypatch.setattr(torch.Tensor, "data", _data_of(runtime), raising=False)
-    for module in "unit", "resident":
-        name = f"offload.streaming.{module}.placeholder_of"
-        monkeypatch.setattr(name, _placeholders_of(runtime))
+    placeholders = "offload.streaming.placeholders"
+    monkeypatch.setattr(f"{placeholders}.placeholder_of", _placeholders_of(runtime))
+    monkeypatch.setattr(f"{placeholders}.memory_of", lambda _: None)  # the device has to tell
     return runtime
 
 

@@ -143,6 +143,18 @@ class Device(ABC):
         """
         del tensors
 
+    def follow(self, stream: object) -> object:
+        """Orders what this thread computes from now on after what was asked of `stream` so far.
+
+        Args:
+            stream: What this returned in another place; None: nothing.
+
+        Returns:
+            What orders this thread's computing now; None where it is done as it is asked for.
+        """
+        del stream
+        return None
+
     @abstractmethod
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         """Starts copying a device tensor into a host tensor of its shape and dtype.

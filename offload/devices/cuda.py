@@ -288,6 +288,12 @@ class CudaDevice(Device):
             if tensor.numel():
                 self._note_uses(tensor.untyped_storage().data_ptr(), {stream})
 
+    def follow(self, stream: Any) -> Any:
+        current = _cuda.current_stream(self._device)
+        if stream is not None and stream != current:
+            current.wait_stream(stream)
+        return current
+
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
         assert self._out is not None, "the device is open"
         self.count(out_bytes=into.numel() * into.element_size())

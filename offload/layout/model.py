@@ -95,13 +95,20 @@ class ModelLayout:
         """Returns the update rule of the parameter called `name`."""
         return WHOLE_RULE if name in self.whole else self.rule
 
-    def parameters_in(self, subgroup: Subgroup) -> list[PlacedParameter]:
-        """Returns the parameters that overlap `subgroup`, in the order of the shard."""
-        return [
-            placed
-            for placed in self.shards[subgroup.shard].parameters
-            if placed.start < subgroup.stop and subgroup.start < placed.stop
-        ]
+    def parameters_in(self, subgroup: Subgroup) -> tuple[PlacedParameter, ...]:
+        """Returns the parameters that overlap `subgroup`, one of this layout, in their order."""
+        found = self._parameters_in.get(subgroup.name)
+        if found is None:  # every update asks again
+            found = self._parameters_in[subgroup.name] = tuple(
+                placed
+                for placed in self.shards[subgroup.shard].parameters
+                if placed.start < subgroup.stop and subgroup.start < placed.stop
+            )
+        return found
+
+    @cached_property
+    def _parameters_in(self) -> dict[str, tuple[PlacedParameter, ...]]:
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the layout as JSON values; `from_json` gives an equal one."""

@@ -167,11 +167,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         updates: dict[str, ParameterUpdate] = {}
         for group in self.param_groups:
+            known: dict[int, Scalars] = {}
             for parameter in group["params"]:
                 name = self._engine.name_of(parameter)
                 accumulator = self._engine.accumulator_of(parameter)
                 if name is not None and accumulator is not None:
-                    updates[name] = self._update_of(group, name, accumulator)
+                    updates[name] = self._update_of(group, name, accumulator, known)
         self._engine.apply(updates)
         # A region of autocast that goes on keeps casts of the values that were there before.
         torch.clear_autocast_cache()
@@ -215,18 +216,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return None
         for group in self.param_groups:
             if any(each is parameter for each in group["params"]):
-                return self._update_of(group, name, accumulator)
+                return self._update_of(group, name, accumulator, {})
         return None
 
     def _update_of(
-        self, group: dict[str, Any], name: str, accumulator: Accumulator
+        self, group: dict[str, Any], name: str, accumulator: Accumulator, known: dict[int, Scalars]
     ) -> ParameterUpdate:
-        self._refuse({option: group[option] for option in sorted(_NEVER.keys() & group.keys())})
-        scales = tuple(accumulator.scales)
+        """Returns the update of a parameter; `known` are scalars of its group by step."""
+        scales, step = tuple(accumulator.scales), self._engine.step_of(name) + 1
+        if not known:
+            self._refuse({option: group[option] for option in sorted(_NEVER.keys() & group.keys())})
         if self._engine.is_whole(name):
             return ParameterUpdate(scales=scales, whole=self.whole_update(group))
-        scalars = self.scalars(group, self._engine.step_of(name) + 1)
-        return ParameterUpdate(scales=scales, scalars=scalars)
+        if step not in known:
+            known[step] = self.scalars(group, step)
+        return ParameterUpdate(scales=scales, scalars=known[step])
 
     def _refuse(self, others: Mapping[str, Any]) -> None:
         for name, value in others.items():

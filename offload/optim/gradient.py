@@ -93,9 +93,8 @@ class Accumulator:
             gradient: Its values.
             start_copy: Starts copying them from a device; None: they are copied at once.
         """
-        self.begin()
+        memory = self.begin()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        memory = self._home.write(replaces=True)
         if start_copy is None or dense.dtype != memory.dtype:
             memory.copy_(dense)
         else:

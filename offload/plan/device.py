@@ -9,6 +9,11 @@ from offload.plan.host import Placement
 from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
+_SUM_BYTES = 8
+_FEWEST_COLUMNS = 64
+_MOST_COLUMNS = 1 << 18
+"""2 MiB: the sums over 1 GiB are 1,024 operations, each long enough to hide its start."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
@@ -23,10 +28,12 @@ class DevicePlan:
     one co-resident set."""
     resident_bytes: int = 0
     """Of all units, where they live on the device."""
+    sums_bytes: int = 0
+    """Of the sums that show whether these were changed."""
 
     @property
     def planned_bytes(self) -> int:
-        return self.resident_bytes + self.slot_bytes * self.num_slots
+        return self.resident_bytes + self.sums_bytes + self.slot_bytes * self.num_slots
 
     @property
     def fits(self) -> bool:
@@ -77,12 +84,14 @@ def plan_device(
     """
     if parameters == "device":
         resident_bytes = sum(unit.num_bytes for unit in layout.units)
+        sums_bytes = _SUM_BYTES * (sum_columns(layout) + 2 * len(layout.shards))
         return DevicePlan(
             budget_bytes=budget_bytes,
             slot_bytes=0,
             num_slots=0,
-            smallest_bytes=resident_bytes,
+            smallest_bytes=resident_bytes + sums_bytes,
             resident_bytes=resident_bytes,
+            sums_bytes=sums_bytes,
         )
     slot_bytes = slot_bytes_of(layout, tiled)
     most = len(layout.units)
@@ -98,3 +107,13 @@ def plan_device(
         num_slots=num_slots,
         smallest_bytes=slot_bytes * min(co_resident_units, most),
     )
+
+
+def sum_columns(layout: ModelLayout) -> int:
+    """Returns the columns in which the bytes of parameters on a device are summed.
+
+    As many as keep the number of sums small, and within a 32nd of the parameters; a power of two.
+    """
+    num_words = sum(unit.num_bytes for unit in layout.units) // 4
+    most = max(num_words // 64, _FEWEST_COLUMNS)
+    return int(min(1 << (most.bit_length() - 1), _MOST_COLUMNS))

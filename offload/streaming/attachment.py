@@ -149,6 +149,11 @@ class Attachment:
         )
         self.streamed.open()
 
+    def see_versions(self) -> None:
+        """Takes the version counters of absent parameters as seen: an update has moved them."""
+        if self.streamed is not None:
+            self.streamed.residency.see_versions()
+
     def give_slots_back(self) -> None:
         """Takes every unit that no call holds out of its slot."""
         assert self.residency is not None

@@ -17,7 +17,7 @@ from offload.errors import BudgetError
 from offload.memory import Arena, large_blocks_mapped, storage_over
 from offload.sizes import MIB, format_size, round_up
 from offload.storage.store import BlockStore
-from offload.streaming.unit import placeholder_of
+from offload.streaming.placeholders import placeholder_of
 
 CHUNK_BYTES = 4 * MIB
 """Parameters move to and from the store through one aligned buffer of this size."""

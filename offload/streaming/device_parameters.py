@@ -1,6 +1,5 @@
 """Parameters that live on a device: updates change them in host memory, and copies follow."""
 
-import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -8,13 +7,9 @@ import torch
 from offload.devices import Copy, Device
 from offload.layout import FlatShard, ModelLayout, PlacedParameter
 from offload.memory import Region, memory_of
+from offload.plan.device import sum_columns
+from offload.streaming.byte_sums import ByteSums
 from offload.streaming.link_waits import LinkWaits
-
-_COLUMNS = 4093
-"""Of the sums that show whether bytes changed: a prime, so that what moves in steps of a power of
-two, such as a row of a matrix, comes into another column."""
-_ROWS_AT_ONCE = 1024
-"""32 MiB of products, outside the budget."""
 
 
 class DeviceParameters:
@@ -75,8 +70,13 @@ class DeviceParameters:
                 self.flat[shard.name] = memory.view(getattr(torch, shard.dtype))
                 self._unit_of[shard.name] = number
         self._sent: list[list[Copy]] = [[] for _ in layout.units]
-        # Of each shard as it was last known to be what host memory has; None: it is to be compared.
-        self._sums: dict[str, torch.Tensor | None] = dict.fromkeys(self.flat)
+        self._byte_sums = ByteSums(sum_columns(layout), device.torch_device)
+        # Of each shard, by its number, as it was last known to be what host memory has.
+        self._number_of = {name: number for number, name in enumerate(self.flat)}
+        self._sums = torch.zeros(len(self.flat), dtype=torch.int64, device=device.torch_device)
+        self._found = torch.zeros_like(self._sums)
+        # The shards of which it is known; the others are to be compared.
+        self._summed: set[str] = set()
         # Of each shard: elements of parameters, and how many of them this step has sent.
         self._num_elements = {
             name: sum(placed.facts.num_elements for placed in shard.parameters)
@@ -101,7 +101,7 @@ class DeviceParameters:
         into = flat.view(torch.uint8)[begin:end]
         copy = self._device.copy_in(source[begin:end], into)
         self._sent[self._unit_of[shard]].append(copy)
-        self._sums[shard] = None
+        self._summed.discard(shard)
         self._num_sent[shard] += sum(
             max(min(stop, placed.stop) - max(start, placed.start), 0)
             for placed in self._layout.shards[shard].parameters
@@ -119,8 +119,9 @@ class DeviceParameters:
                 copy.wait()
         for shard in self._layout.units[unit].shards:
             is_whole = self._num_sent[shard.name] == self._num_elements[shard.name]
-            if is_whole and self._sums[shard.name] is None:
-                self._sums[shard.name] = self._sum(shard)
+            if is_whole and shard.name not in self._summed:
+                self._sum(shard, self._sums)
+                self._summed.add(shard.name)
 
     def wait_all(self) -> None:
         """As `wait`, for every unit."""
@@ -146,11 +147,19 @@ class DeviceParameters:
         """
         found: list[str] = []
         for shard in self._layout.shards.values():
-            sums, known = self._sum(shard), self._sums[shard.name]
-            if known is None or not torch.equal(sums, known):
-                differing = [p.facts.name for p in shard.parameters if self._differs(shard, p)]
-                self._sums[shard.name] = None if differing else sums
-                found += differing
+            self._sum(shard, self._found)
+        are_same = (self._found == self._sums).tolist()
+        for shard in self._layout.shards.values():
+            number = self._number_of[shard.name]
+            if shard.name in self._summed and are_same[number]:
+                continue
+            differing = [p.facts.name for p in shard.parameters if self._differs(shard, p)]
+            if differing:
+                self._summed.discard(shard.name)
+            else:
+                self._sums[number].copy_(self._found[number])
+                self._summed.add(shard.name)
+            found += differing
         return found
 
     def _differs(self, shard: FlatShard, placed: PlacedParameter) -> bool:
@@ -158,36 +167,7 @@ class DeviceParameters:
         found, known = self.flat[shard.name][part].cpu(), self._host[shard.name][part]
         return not torch.equal(found.view(torch.uint8), known.view(torch.uint8))
 
-    def _sum(self, shard: FlatShard) -> torch.Tensor:
+    def _sum(self, shard: FlatShard, into: torch.Tensor) -> None:
         base, start = self._bases[self._unit_of[shard.name]], shard.offset_bytes
-        return sums_of(base[start : start + shard.padded_bytes])
-
-
-def sums_of(memory: torch.Tensor) -> torch.Tensor:
-    """Returns sums over bytes that differ when what is there was changed, but for one in 2^33.
-
-    Each word counts as often as a random number for its row says: what cancels in a plain sum, such
-    as two signs, does not here.
-
-    Shapes: `memory` is 1-D and has whole words; the sums are no more than `_COLUMNS`.
-    """
-    words = memory.view(torch.int32)
-    num_rows = len(words) // _COLUMNS
-    if not num_rows:
-        return words.clone()
-    weights = _weights(num_rows + 1).to(words.device)
-    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        factors = weights[first : min(first + _ROWS_AT_ONCE, num_rows)]
-        part = words[first * _COLUMNS : (first + len(factors)) * _COLUMNS].view(-1, _COLUMNS)
-        sums += (part * factors[:, None]).sum(0)
-    rest = words[num_rows * _COLUMNS :]
-    sums[: len(rest)] += rest * weights[num_rows]
-    return sums
-
-
-@functools.cache
-def _weights(num_rows: int) -> torch.Tensor:
-    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(least, most, (num_rows,), generator=generator, device="cpu")
+        memory = base[start : start + shard.padded_bytes]
+        self._byte_sums.sum_into(memory, into[self._number_of[shard.name]])

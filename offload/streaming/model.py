@@ -1,4 +1,10 @@
-"""A wrapped model whose parameters live on storage: what happens around each module's call."""
+"""A wrapped model whose parameters live on storage: what happens around each module's call.
+
+[Note: transforms of torch.func]
+Inside one, operations on any tensor are the transform's, and those that differentiate refuse
+saved-tensor hooks. So the engine steps out of it for what it does itself, and leaves the hooks out:
+what is recorded refers to parameters, whose units then stay in their slots until it is gone.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import StoreError
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.parameters import ClosedParameters, PickledCopies, StreamedParameters
 from offload.streaming.residency import Residency
@@ -15,6 +22,9 @@ from offload.streaming.swap import Call, attach, detach
 from offload.streaming.tiles import BeginRows, WideWeight, forward_of
 from offload.streaming.torch_private import (
     is_in_backward,
+    is_traced,
+    is_transformed,
+    outside_transforms,
     pop_saved_tensor_hooks,
 )
 
@@ -88,30 +98,45 @@ class StreamedModel:
         self.residency.prefetch()
 
     def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
-        """Runs a module's call with `units` held and the saved-tensor hooks on top."""
+        """Runs a module's call with `units` held and the saved-tensor hooks on top.
+
+        See [Note: transforms of torch.func].
+        """
+        self._require_values()
         in_backward = is_in_backward()
         is_outermost = self._depth == 0 and not in_backward
-        if is_outermost:
-            self._on_pass()
-            self.residency.begin_pass(is_evaluation=not torch.is_grad_enabled())
         depth, held, pushed = self._depth, [], False
         try:
-            self._depth = depth + 1
-            for index in units:
-                self.residency.hold(index)
-                held.append(index)
-            pushed = self._hooks is not None and self._hooks.push()
+            with outside_transforms():
+                if is_outermost:
+                    self._on_pass()
+                    self.residency.begin_pass(is_evaluation=not torch.is_grad_enabled())
+                self._depth = depth + 1
+                for index in units:
+                    self.residency.hold(index)
+                    held.append(index)
+            pushed = self._hooks is not None and not is_transformed() and self._hooks.push()
             return call(*args, **kwargs)
         finally:
             if pushed:
                 pop_saved_tensor_hooks()
             self._depth = depth
-            for index in held:
-                self.residency.release_hold(index, evict=not in_backward)
-            if is_outermost:
-                self.residency.end_pass()
+            with outside_transforms():
+                for index in held:
+                    self.residency.release_hold(index, evict=not in_backward)
+                if is_outermost:
+                    self.residency.end_pass()
             if (is_unit or is_outermost) and not in_backward and torch.is_grad_enabled():
                 self._on_graph()
+
+    def _require_values(self) -> None:
+        if self._hooks is not None and is_traced():
+            raise StoreError(
+                "cannot trace a wrapped model: expected operations with values, found a tracer, "
+                "such as of `torch.export`, `torch.jit.trace` or fake tensors, which would take "
+                "what is in a slot now for the parameter; trace a plain model with the values of "
+                "`model.state_dict()`"
+            )
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in `values` by the parameters' values.
@@ -149,10 +174,12 @@ class StreamedModel:
         index = self._unit_of.get(parameter_id)
         if index is None or self.residency.units[index].num_holds > 0:
             return
-        if self._depth > 0 or is_in_backward():
-            self.residency.access(index, parameter_id)
-        else:
-            self.residency.look(index, parameter_id)
+        self._require_values()
+        with outside_transforms():
+            if self._depth > 0 or is_in_backward():
+                self.residency.access(index, parameter_id)
+            else:
+                self.residency.look(index, parameter_id)
 
 
 class _Attachment:

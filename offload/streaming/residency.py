@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,11 @@ from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
+from offload.streaming.edit_watch import make_watch
 from offload.streaming.graph_moments import Thread, this_thread
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
+from offload.streaming.part_read import PartRead
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.torch_private import is_in_backward
@@ -42,16 +43,6 @@ from offload.streaming.unit import (
 from offload.streaming.unit_slots import UnitSlots
 
 logger = logging.getLogger("offload.streaming")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRead:
-    """A part of a wide unit on its way into a slot, which `memory` owns."""
-
-    unit: StreamedUnit
-    part: range
-    memory: torch.Tensor
-    transfers: list[Transfer]
 
 
 class Residency:
@@ -88,6 +79,7 @@ class Residency:
         self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
         self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
+        self._watch = make_watch(len(units), self._device)
         self._tier = tier
         self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
@@ -151,6 +143,8 @@ class Residency:
         the unit that it used last if the forward begins with it: that has no time to come again.
         """
         self._accessed.clear()
+        if is_evaluation:  # no step may follow
+            self._watch.raise_changed(self.units)
         for unit in self.units:
             unit.num_holds = 0  # what a call that was interrupted left behind
         self.trace.begin(is_evaluation=is_evaluation)
@@ -243,6 +237,8 @@ class Residency:
             self.prefetch()
             self._used_since_s = time.perf_counter()
         elif unit.hashes is None:  # who looks may write through `parameter.data`
+            self._watch.end(unit)
+            self._watch.begin(unit)
             unit.note_hashes()
         assert unit.base is not None
         return unit.base
@@ -325,7 +321,7 @@ class Residency:
         self._begin_use(unit)
         self._tier.wait_readable(unit.layout)
 
-    def start_part(self, unit: StreamedUnit, part: range) -> "PartRead":
+    def start_part(self, unit: StreamedUnit, part: range) -> PartRead:
         """Starts reading a part of a wide unit, no more than a slot, into one.
 
         Raises:
@@ -335,7 +331,7 @@ class Residency:
         transfers = self._tier.start_read(unit.layout, memory, is_prefetch=False, part=part)
         return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
 
-    def try_start_part(self, unit: StreamedUnit, part: range) -> "PartRead | None":
+    def try_start_part(self, unit: StreamedUnit, part: range) -> PartRead | None:
         """As `start_part`, ahead of use; None where no slot is free."""
         memory = self._slots.try_take_free(len(part)) if self._tier.can_prefetch() else None
         if memory is None:
@@ -343,7 +339,7 @@ class Residency:
         transfers = self._tier.start_read(unit.layout, memory, is_prefetch=True, part=part)
         return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
 
-    def finish_part(self, read: "PartRead") -> torch.Tensor:
+    def finish_part(self, read: PartRead) -> torch.Tensor:
         """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
         try:
             self._wait(read.transfers, "fetching a tile")
@@ -352,7 +348,7 @@ class Residency:
             raise
         return read.memory
 
-    def drop_part(self, read: "PartRead") -> None:
+    def drop_part(self, read: PartRead) -> None:
         """Waits for a part that nobody asks for any more, whatever it gives."""
         wait_quietly(read.transfers)
 
@@ -381,6 +377,7 @@ class Residency:
             wait_quietly(unit.transfers)  # nobody asks for these bytes any more
         else:
             self.capture_edits(unit)
+            self._watch.end(unit)
         self._drop(unit)
         self.counters.evictions += 1
 
@@ -388,15 +385,21 @@ class Residency:
         """Takes every unit out of its slot; what they came from may change. None may be held.
 
         Raises:
-            StoreError: The user wrote to a parameter while it was absent.
+            StoreError: The user wrote to a parameter while it was absent, or in a way that is lost.
         """
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
-        if self._device.computes_later:
-            absent = (binding for unit in self.units for binding in unit.bindings)
-            require_untouched(absent, reads_values=True)
+        absent = (binding for unit in self.units for binding in unit.bindings)
+        require_untouched(absent, reads_values=self._device.computes_later)
         self._tier.settle()
+        self._watch.raise_changed(self.units)
+
+    def see_versions(self) -> None:
+        """Takes what parameters are now as what is stored; all are absent."""
+        for unit in self.units:
+            for binding in unit.bindings:
+                binding.see_version()
 
     def evict_unheld(self) -> None:
         """Takes every unit that nobody holds or keeps out of its slot."""
@@ -418,6 +421,7 @@ class Residency:
                 self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt
         unit.see_edits(edits)
+        self._watch.begin(unit)
 
     def _start_fetch(self, unit: StreamedUnit, base: torch.Tensor, *, is_prefetch: bool) -> None:
         try:
@@ -442,6 +446,7 @@ class Residency:
             if unit.base.numel():
                 self._by_address[unit.base.data_ptr()] = unit
             unit.show(is_hashed=self._device.is_unified)
+            self._watch.begin(unit)
         except BaseException:
             wait_quietly(unit.transfers)  # the others may still write to the slot
             self._drop(unit)
@@ -485,9 +490,8 @@ class Residency:
             memory = self._slots.try_take(num_bytes)
         if memory is None:
             self._tier.raise_failure()  # what failed may be why slots are not free
-            raise BudgetError(
-                no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
-            )
+            message = no_slot_message(unit, self.units, self.num_slots, tier=self._tier_name)
+            raise BudgetError(message)
         return memory
 
     @property

@@ -1,6 +1,6 @@
 """Parameters that stay in memory, and are out of reach while an update of them is pending."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import nn
@@ -9,8 +9,8 @@ from offload.errors import StoreError
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
 from offload.streaming.device_parameters import DeviceParameters
+from offload.streaming.placeholders import Placeholder, find_written
 from offload.streaming.trace import Access, AccessTrace
-from offload.streaming.unit import find_written, placeholder_of
 
 
 class ResidentUnit:
@@ -66,7 +66,9 @@ class ResidentUnits:
         self._deferred = deferred
         self._unit_of: dict[str, ResidentUnit] = {}
         self._views: dict[str, torch.Tensor] = {}
-        self._placeholders: dict[str, torch.Tensor] = {}
+        self._placeholders: dict[str, Placeholder] = {}
+        # Of hidden parameters, as their update left it.
+        self._versions: dict[str, int] = {}
         for unit, described in zip(self.units, layout.units, strict=True):
             for shard in described.shards:
                 for placed in shard.parameters:
@@ -74,7 +76,7 @@ class ResidentUnits:
                     memory = flat[shard.name][placed.start : placed.stop]
                     self._unit_of[name] = unit
                     self._views[name] = memory.view(placed.facts.shape)
-                    self._placeholders[name] = placeholder_of(parameters[name])
+                    self._placeholders[name] = Placeholder(parameters[name])
 
     def hide(self, names: Container[str]) -> None:
         """Points the named parameters to their placeholders.
@@ -83,11 +85,18 @@ class ResidentUnits:
             StoreError: The user wrote to one while it was hidden before.
         """
         if self._reads_late:
-            self._require_untouched(self._placeholders)
+            self._require_untouched(self._placeholders, reads_values=True)
         for name, unit in self._unit_of.items():
             if name in names:
                 unit.hidden.add(name)
-                self._parameters[name].data = self._placeholders[name]
+                self._parameters[name].data = self._placeholders[name].tensor
+                if self._parameters[name].numel():
+                    self._versions[name] = self._parameters[name]._version
+
+    def see_versions(self) -> None:
+        """Takes the version counters of hidden parameters as seen."""
+        for name in self._versions:
+            self._versions[name] = self._parameters[name]._version
 
     def show_all(self) -> None:
         """Points every parameter to its values; no update may be pending."""
@@ -152,18 +161,25 @@ class ResidentUnits:
         if unit.hidden and self._on_device is not None:
             self._on_device.wait(unit.index)
         shown = [name for name in sorted(unit.hidden) if not self._is_replaced(name)]
-        if not self._reads_late:
-            self._require_untouched(shown)
+        self._require_untouched(shown, reads_values=not self._reads_late)
         for name in shown:
             self._parameters[name].data = self._views[name]
+        for name in unit.hidden:
+            self._versions.pop(name, None)
         unit.hidden.clear()
 
     def _is_replaced(self, name: str) -> bool:
         parameter, placeholder = self._parameters[name], self._placeholders[name]
-        return bool(parameter.numel()) and parameter.data_ptr() != placeholder.data_ptr()
+        return bool(parameter.numel()) and parameter.data_ptr() != placeholder.tensor.data_ptr()
 
-    def _require_untouched(self, names: Iterable[str]) -> None:
-        written = find_written({name: self._placeholders[name] for name in names})
+    def _require_untouched(self, names: Collection[str], *, reads_values: bool) -> None:
+        written = [
+            name
+            for name in names
+            if name in self._versions and self._parameters[name]._version != self._versions[name]
+        ]
+        if reads_values:
+            written += find_written({name: self._placeholders[name] for name in names})
         if written:
             raise StoreError(
                 f"cannot use parameter `{written[0]}`: expected nothing written to it while its "

@@ -21,21 +21,29 @@ from offload.streaming.residency import Residency
 from offload.streaming.torch_private import (
     PackHook,
     UnpackHook,
+    has_memory,
     is_in_backward,
     negative_view,
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
 )
 from offload.streaming.unit import Binding, StreamedUnit
-from offload.streaming.versions import modified_message
+from offload.streaming.versions import counter_of, modified_message
 
 
 @dataclass(slots=True, kw_only=True)
 class SavedParameter:
-    """A saved view of a unit's slot, without the slot."""
+    """A saved view of a unit's slot, without the slot.
+
+    Attributes:
+        counter: Shares the version counter of an alias that has one of its own, such as
+            `parameter.data`; None where it is the parameter's.
+        version: Of the counter when the view was saved.
+    """
 
     unit: StreamedUnit
     binding: Binding
+    counter: torch.Tensor | None
     version: int
     dtype: torch.dtype
     offset: int
@@ -90,14 +98,20 @@ class HookPair(ABC):
 
 
 class SavedTensorHooks(HookPair):
-    """The pair of hooks of one residency."""
+    """The pair of hooks of one residency.
+
+    [Note: gradients of gradients]
+    Under `create_graph` backward records a graph of its own, of the weights that it unpacks. So the
+    first of them puts the hooks on the stack of the node that runs: what that saves are handles
+    again, and its graph holds no slots either. torch restores the stack when the node has ended.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._casts = Casts(residency.units, residency.threads)
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
-        if type(tensor) in (torch.Tensor, nn.Parameter):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and has_memory(tensor):
             unit = self._residency.unit_of(tensor)
             if unit is not None:
                 return self._handle_of(tensor, unit)
@@ -115,10 +129,15 @@ class SavedTensorHooks(HookPair):
 
     def _handle_of(self, tensor: torch.Tensor, unit: StreamedUnit) -> SavedParameter:
         offset = int(tensor.storage_offset())
+        binding = unit.binding_at(offset * tensor.element_size())
+        version = binding.parameter._version
+        # What backward saves was unpacked from the parameter, whatever its own counter says.
+        is_own = tensor._version != version and not is_in_backward()
         return SavedParameter(
             unit=unit,
-            binding=unit.binding_at(offset * tensor.element_size()),
-            version=tensor._version,
+            binding=binding,
+            counter=counter_of(tensor) if is_own else None,
+            version=tensor._version if is_own else version,
             dtype=tensor.dtype,
             offset=offset,
             shape=tensor.shape,
@@ -128,7 +147,9 @@ class SavedTensorHooks(HookPair):
         )
 
     def _restore(self, saved: SavedParameter) -> torch.Tensor:
-        _require_version(saved.binding, saved.version)
+        _require_version(saved.binding, saved.version, counter=saved.counter)
+        if is_in_backward() and torch.is_grad_enabled():  # see [Note: gradients of gradients]
+            self.push()
         base = self._residency.fetch(saved.unit, is_backward=True)
         found = base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
         found = found.conj() if saved.is_conj else found
@@ -150,10 +171,12 @@ class SavedTensorHooks(HookPair):
         return saved.again(base)
 
 
-def _require_version(binding: Binding, expected: int) -> None:
-    found = binding.parameter._version
+def _require_version(
+    binding: Binding, expected: int, *, counter: torch.Tensor | None = None
+) -> None:
+    found = (binding.parameter if counter is None else counter)._version
     if found != expected:
-        what = f"parameter `{binding.name}`"
+        what = f"parameter `{binding.name}`" if counter is None else f"an alias of `{binding.name}`"
         message = modified_message(what, found=found, expected=expected)
         raise RuntimeError(
             f"{message}. An optimizer step or an edit came between this graph's forward and "

@@ -18,7 +18,8 @@ from torch.autograd.graph import Node
 from offload.errors import StoreError
 from offload.plan.tiles import covering, tile_rows
 from offload.streaming.gradients import RowGradient
-from offload.streaming.residency import PartRead, Residency
+from offload.streaming.part_read import PartRead
+from offload.streaming.residency import Residency
 from offload.streaming.torch_private import will_run_in_backward
 from offload.streaming.unit import CopyState, StreamedUnit
 from offload.streaming.versions import modified_message

@@ -38,6 +38,15 @@ _will_execute = _require("torch._C._will_engine_execute_node")
 _neg_view = _require("torch._neg_view")
 _use_count = _require("torch.Tensor._use_count")
 _next_number = _require("torch.autograd._get_sequence_nr")
+_innermost_transform = _require("torch._C._functorch.peek_interpreter_stack")
+_is_tracing = _require("torch._C._is_tracing")
+_dispatch_mode = _require("torch._C._get_dispatch_mode")
+_FAKE = _require("torch._C._TorchDispatchModeKey.FAKE")
+_PROXY = _require("torch._C._TorchDispatchModeKey.PROXY")
+_is_wrapped = _require("torch._C._functorch.is_functorch_wrapped_tensor")
+_no_transforms = _require("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+
+_NOTHING = contextlib.nullcontext()
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[object]:
@@ -52,6 +61,26 @@ def tensors_without_memory() -> contextlib.AbstractContextManager[object]:
 def is_in_backward() -> bool:
     """Returns whether this thread is inside a backward pass."""
     return bool(_graph_task_id() != -1)
+
+
+def is_transformed() -> bool:
+    """Returns whether this thread is inside a transform of `torch.func`, such as `vmap`."""
+    return _innermost_transform() is not None
+
+
+def is_traced() -> bool:
+    """Returns whether operations of this thread make a graph or a shape, and no values."""
+    if _is_tracing():
+        return True
+    return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which operations are those of no transform of `torch.func`."""
+    if not is_transformed():
+        return _NOTHING
+    context: contextlib.AbstractContextManager[object] = _no_transforms()
+    return context
 
 
 def top_saved_tensor_hooks() -> tuple[PackHook, UnpackHook] | None:
@@ -87,6 +116,11 @@ def will_run_in_backward(node: Node) -> bool:
         RuntimeError: It is what `autograd.grad` asks for.
     """
     return bool(_will_execute(node))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether `tensor` has memory: no wrapper of a transform, nor a tangent of zeros."""
+    return not (_is_wrapped(tensor) or tensor._is_zerotensor())
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:

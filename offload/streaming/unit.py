@@ -17,6 +17,7 @@ from offload.errors import OffloadError, StoreError
 from offload.layout import Unit
 from offload.memory import memory_of, view_as
 from offload.streaming.graph_moments import BEGINNING, Moment, this_moment
+from offload.streaming.placeholders import Placeholder, find_written
 from offload.streaming.torch_private import num_references
 
 
@@ -119,13 +120,14 @@ class Binding:
     """A parameter and its place in its unit's slot.
 
     Attributes:
-        placeholder: What the parameter points to while the unit is absent: one NaN, expanded.
+        placeholder: What the parameter points to while the unit is absent.
         seen_version: The version counter when the bytes were last known to equal the store's.
         values_since: When values were last seen to have changed.
         num_changes: How often they were.
     """
 
     __slots__ = (
+        "_absent_address",
         "name",
         "num_bytes",
         "num_changes",
@@ -143,7 +145,8 @@ class Binding:
         self.name = name
         self.offset_bytes = offset_bytes
         self.num_bytes = parameter.numel() * parameter.element_size()
-        self.placeholder = placeholder_of(parameter, device=device)
+        self.placeholder = Placeholder(parameter, device=device)
+        self._absent_address = self.placeholder.tensor.data_ptr()
         self.seen_version = parameter._version
         self.values_since = BEGINNING
         self.num_changes = 0
@@ -151,10 +154,9 @@ class Binding:
     def attach(self, base: torch.Tensor) -> None:
         """Points the parameter at its bytes in the slot under `base`."""
         self.parameter.data = self.values_in(base)
-        self.see_version()
 
     def see_version(self) -> None:
-        """Takes what the parameter is now as what is stored."""
+        """Takes what the parameter is now as what is stored: an update counts as a change."""
         if self.parameter._version != self.seen_version:
             self.see_change()
 
@@ -186,7 +188,17 @@ class Binding:
     def detach(self, base: torch.Tensor | None = None) -> None:
         """Points the parameter at its placeholder; with `base` only if it is in that slot."""
         if base is None or self.is_in(base):
-            self.parameter.data = self.placeholder
+            self.parameter.data = self.placeholder.tensor
+
+    @property
+    def was_touched(self) -> bool:
+        """Whether the parameter was written to, or given other memory, while it was absent.
+
+        See [Note: a write to an absent parameter shows]: some writes show in the placeholder alone.
+        """
+        parameter = self.parameter
+        is_elsewhere = parameter.data_ptr() != self._absent_address
+        return is_elsewhere or parameter._version != self.seen_version
 
     def is_in(self, base: torch.Tensor) -> bool:
         """Tells whether the parameter points at its bytes in the slot under `base`."""
@@ -434,7 +446,7 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
         reads_values: Whether to look for writes that left a parameter its placeholder.
     """
     absent = [b for b in bindings if b.num_bytes]
-    written = [b.name for b in absent if b.parameter.data_ptr() != b.placeholder.data_ptr()]
+    written = [b.name for b in absent if b.was_touched]
     if reads_values:
         written += find_written({b.name: b.placeholder for b in absent})
     if written:
@@ -444,28 +456,3 @@ def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> Non
             "edit it as an attribute of its module, such as `module.weight.copy_(values)` "
             "under `torch.no_grad()`"
         )
-
-
-def find_written(placeholders: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of placeholders that are not what they were made any more.
-
-    Reading waits for all that was asked of their device, so it is done once for each dtype.
-    """
-    of_dtype: dict[torch.dtype, list[str]] = {}
-    for name, placeholder in placeholders.items():
-        if placeholder.numel():
-            of_dtype.setdefault(placeholder.dtype, []).append(name)
-    written: list[str] = []
-    for names in of_dtype.values():
-        singles = torch.stack([placeholders[n][(0,) * placeholders[n].dim()] for n in names])
-        is_as_made = singles.float().isnan() if singles.is_floating_point() else singles == 0
-        written += [n for n, is_one in zip(names, is_as_made.tolist(), strict=True) if not is_one]
-    return written
-
-
-def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
-    """Returns a tensor of the parameter's shape and dtype over one element, NaN if it can be."""
-    fill = float("nan") if parameter.is_floating_point() else 0
-    where = parameter.device if device is None else device
-    single = torch.full((1,), fill, dtype=parameter.dtype, device=where)
-    return single.expand(parameter.shape) if parameter.dim() else single.view(())

@@ -254,6 +254,7 @@ class WrappedModel:
                 torch.autograd.graph.increment_version(self._parameters[name])
             self.completed_steps += 1
             self._edits.see_versions()
+            self._attachment.see_versions()
         except BaseException as error:  # an interrupt too: what is counted is not what is done
             self._updates.failure = error
             raise
@@ -328,6 +329,7 @@ class WrappedModel:
         for parameter in self._parameters.values():
             torch.autograd.graph.increment_version(parameter)
         self._edits.see()
+        self._attachment.see_versions()
 
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""

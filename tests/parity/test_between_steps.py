@@ -129,6 +129,68 @@ def test_a_gradient_of_a_gradient(trained):
     go_on(trained)
 
 
+class Tanh(nn.Module):
+    """Layers that have a second derivative."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def penalty(model, *, times=1):
+    """Returns a loss with the norm of the gradient of the inputs in it."""
+    x = torch.linspace(-1, 1, 64).view(2, 32).requires_grad_()
+    loss = model(x).square().sum()
+    for _ in range(times):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + gradient.square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_of_gradients_at_the_smallest_budget(tmp_path, times, device):
+    def make():
+        return build(Tanh, dtype=torch.float32)
+
+    with open_session(tmp_path / "planned", budget_bytes=1 << 30) as session:
+        session.wrap(make())
+        options = {"budget_bytes": session._wrapped.plan.smallest_bytes}
+        if device == "emulated":
+            options["device_memory"] = session._wrapped.device_plan.smallest_bytes
+    reference = Reference(make(), **OPTIONS)
+    with open_session(tmp_path, overlap="none", **options) as session:
+        model = session.wrap(make())
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        for _ in range(2):
+            losses = [penalty(m, times=times) for m in (model, reference.model)]
+            for loss in losses:
+                loss.backward()
+
+            assert same_bits(*losses)
+            require_equal_gradients(model, reference)
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step()
+            reference.model.zero_grad()
+
+
+def test_a_step_between_a_gradient_and_its_gradient_is_refused(tmp_path):
+    with open_session(tmp_path, overlap="none") as session:
+        model = session.wrap(build(Tanh, dtype=torch.float32))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        loss = penalty(model)
+        penalty(model).backward()
+        optimizer.step()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+
+
 def test_an_exception_in_forward(trained):
     _, model, _, reference = trained
 

@@ -7,8 +7,10 @@ from parity.oracle import Reference, same_bits
 from parity.rule_oracle import RULE_CASES, RULE_IDS, RuleReference
 from parity.sessions import PLACEMENTS, open_session, use_small_records
 from parity.side_by_side import OPTIONS, interrupted_in, require_equal_state, train_both
+from torch import nn
 
 import offload
+from offload.errors import StoreError
 from offload.optim.seen_parameters import SeenParameters
 from offload.streaming.edits import Edits
 from offload.streaming.unit import StreamedUnit
@@ -153,7 +155,7 @@ def test_an_edit_that_was_taken_back_is_none(tmp_path, place):
         require_equal_state(session, model, reference)
 
 
-@pytest.mark.unified  # a device with memory of its own is looked at outside passes
+@pytest.mark.unified  # on a device it is refused
 @pytest.mark.parametrize("place", PLACE_CASES, ids=str)
 def test_a_module_may_edit_its_own_parameter(tmp_path, place):
     def bound_weights(module, inputs):
@@ -180,6 +182,78 @@ def test_a_module_may_edit_its_own_parameter(tmp_path, place):
 
             assert same_bits(*losses)
         require_equal_state(session, model, reference)
+
+
+def in_call_edit(model, change):
+    """Has a module change its own weight in its calls; returns what ends that."""
+
+    def edit(module, inputs):
+        change(module.weight)
+
+    return model.blocks[1].up.register_forward_pre_hook(edit)
+
+
+@pytest.mark.unified
+@pytest.mark.parametrize("parameters", ["host", pytest.param("storage", marks=SLOW)])
+@pytest.mark.parametrize("change", [
+    lambda weight: weight.data.clamp_(-0.1, 0.1), lambda weight: one_element(weight.data),
+    lambda weight: swap_rows(weight.data), lambda weight: weight.data.neg_(),
+])  # fmt: skip
+def test_an_edit_inside_a_call_on_a_device_is_refused_not_lost(tmp_path, parameters, change):
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    with session_of(tmp_path, (parameters, "storage"), device="emulated") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+        handle = in_call_edit(model, change)
+        loss_of(model, 1).backward()
+        with pytest.raises(StoreError, match=r"`blocks\.1`.*the edit is lost; edit it as"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, 1)
+            with pytest.raises(StoreError, match="the edit is lost"):
+                loss_of(model, 1)
+        handle.remove()
+
+        require_equal_state(session, model, reference)
+        train_both(model, optimizer, reference, steps=1, first=1)
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.unified
+def test_an_edit_inside_a_call_that_a_counter_shows_is_honoured_on_a_device(tmp_path):
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    with session_of(tmp_path, ("host", "storage"), device="emulated") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        both = (model, reference.model)
+        handles = [in_call_edit(each, torch.no_grad()(nn.init.ones_)) for each in both]
+        losses = [loss_of(each, 0) for each in both]
+        assert same_bits(*losses)
+        for handle in handles:
+            handle.remove()
+        reference.edited("blocks.1.up.weight")
+        require_equal_state(session, model, reference)
+
+        train_both(model, optimizer, reference, steps=1, first=1)
+
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.unified
+def test_an_edit_of_what_happens_to_be_in_a_slot_on_a_device_is_refused(tmp_path):
+    budgets = {"budget_bytes": 8 << 20, "device_memory": 8 << 20}
+    with session_of(tmp_path, ("storage", "storage"), device="emulated", **budgets) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        loss_of(model, 7).backward()
+        parameter = dict(model.named_parameters())["blocks.0.up.weight"]
+        assert not parameter.isnan().any(), "it is in its slot"
+        parameter.data.mul_(0.5)
+
+        with pytest.raises(StoreError, match="the edit is lost"):
+            optimizer.step()
 
 
 @pytest.mark.unified  # as above

@@ -225,3 +225,55 @@ def test_a_weight_that_a_digest_finds_kept_stays(tmp_path, device):
         expected.backward()
 
         require_equal_gradients(model, Reference(plain))
+
+
+class DataTwice(nn.Module):
+    """Uses each weight once with a gradient and once without, by an alias with its own counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(functional.linear(layer(x), layer.weight.data))
+        return x.float().square().sum()
+
+
+def loss_of_data(model, index):
+    dtype = next(iter(model.state_dict().values())).dtype
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(index))
+    return model(x.to(dtype))
+
+
+def test_a_graph_may_keep_the_data_of_a_weight(tmp_path):
+    reference = Reference(build(DataTwice), **OPTIONS)
+    with open_session(tmp_path, budget_bytes=100 << 10) as session:
+        model = session.wrap(build(DataTwice))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=loss_of_data)
+
+        require_equal_state(session, model, reference)
+
+
+class ChangedData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        data = self.layer.weight.data
+        loss = functional.linear(x, data).square().sum()
+        data.mul_(2.0)
+        return loss
+
+
+@pytest.mark.unified  # on a device an edit inside a call is refused at all
+def test_a_change_of_the_data_that_a_graph_keeps_is_refused(tmp_path):
+    x = torch.ones(3, WIDTH).requires_grad_()
+    with open_session(tmp_path) as session:
+        for model in (build(ChangedData, dtype=None), session.wrap(build(ChangedData, dtype=None))):
+            loss = model(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                loss.backward()

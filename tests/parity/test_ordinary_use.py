@@ -134,6 +134,9 @@ def test_parameters_that_share_memory_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("edit", [
     lambda p: p[(0,) * p.dim()].fill_(1.0),
     lambda p: p.data[(0,) * p.dim()].fill_(1.0),
+    lambda p: p.fill_(torch.nan),
+    lambda p: p.data.fill_(torch.nan),
+    lambda p: p.detach()[(0,) * p.dim()].mul_(2.0),  # NaN as before
 ])  # fmt: skip
 def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
     with open_session(tmp_path) as session:

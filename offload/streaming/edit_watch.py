@@ -1,0 +1,122 @@
+"""Edits through `parameter.data` of units in slots: they move no version counter."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from offload.devices import Device
+from offload.errors import StoreError
+from offload.streaming.unit import StreamedUnit
+
+_COLUMNS = 251
+"""Of sums of 8 bytes: what is the same in all rows of a matrix, or moves by rows, shows."""
+
+
+class Watch(Protocol):
+    """Looks at what comes into slots and what leaves them.
+
+    Concurrency: The thread that runs the model, and autograd's.
+    """
+
+    def begin(self, unit: StreamedUnit) -> None:
+        """Takes the bytes of now as those that should stay."""
+        ...
+
+    def end(self, unit: StreamedUnit) -> None:
+        """Looks whether they stayed."""
+        ...
+
+    def raise_changed(self, units: Sequence[StreamedUnit]) -> None:
+        """Raises StoreError once if the bytes of a unit did not stay, and are lost."""
+        ...
+
+
+def make_watch(num_units: int, device: Device) -> Watch:
+    """Returns how the slots of a device are watched."""
+    return NoWatch() if device.is_unified else DeviceWatch(num_units, device)
+
+
+class NoWatch:
+    """For host memory, where units hash what comes into their slots themselves."""
+
+    def begin(self, unit: StreamedUnit) -> None:
+        del unit
+
+    def end(self, unit: StreamedUnit) -> None:
+        del unit
+
+    def raise_changed(self, units: Sequence[StreamedUnit]) -> None:
+        del units
+
+
+class DeviceWatch:
+    """Finds that the bytes of a slot changed where no version counter and no hash shows it.
+
+    [Note: edits inside calls on a device]
+    Hashing a slot in host memory would wait for all that the device computes, at every eviction. So
+    the device itself sums what has come into a slot, and again before it leaves: two reads of its
+    memory, at the rate of that, where the link took one. What they say is read where the engine
+    waits for the device anyway: at the next step, commit or evaluation. By then the bytes are gone:
+    such an edit is refused, and nothing is updated. One beside an edit of the same unit that a
+    counter shows, while it is in the same slot, is not found: the sums begin anew.
+    """
+
+    def __init__(self, num_units: int, device: Device) -> None:
+        """Takes memory for sums, 2 KiB for each unit, beside the budget.
+
+        Args:
+            num_units: Of the model.
+            device: Where the slots are.
+        """
+        self._device = device
+        self._numbers: set[int] = set()  # of units in slots
+        with torch.inference_mode(mode=False):
+            shape, where = (num_units, _COLUMNS), device.torch_device
+            self._sums = torch.zeros(shape, dtype=torch.int64, device=where)
+            self._changed = torch.zeros(num_units, dtype=torch.bool, device=where)
+        # By the number of a unit: what orders the last work that used its sums.
+        self._streams = [device.follow(None)] * num_units
+
+    def begin(self, unit: StreamedUnit) -> None:
+        assert unit.base is not None
+        self._follow(unit.index)
+        self._numbers.add(unit.index)
+        _sum_into(unit.base, self._sums[unit.index])
+
+    def end(self, unit: StreamedUnit) -> None:
+        if unit.index in self._numbers:
+            assert unit.base is not None
+            self._follow(unit.index)
+            self._numbers.remove(unit.index)
+            before = self._sums[unit.index]
+            after = torch.empty_like(before)
+            _sum_into(unit.base, after)
+            self._changed[unit.index].logical_or_((after != before).any())
+
+    def _follow(self, number: int) -> None:
+        """Orders what comes after what was done with a unit before, in whatever stream."""
+        self._streams[number] = self._device.follow(self._streams[number])
+
+    def raise_changed(self, units: Sequence[StreamedUnit]) -> None:
+        for number in range(len(units)):
+            self._follow(number)
+        changed = self._changed.tolist()
+        if not any(changed):
+            return
+        self._changed.zero_()
+        name = next(u.name for u, was_changed in zip(units, changed, strict=True) if was_changed)
+        raise StoreError(
+            f"cannot go on: expected the parameters of `{name}` as they were fetched, found that "
+            "`parameter.data` of one was written to while it was in its slot on the device, and "
+            "the edit is lost; edit it as `module.weight.copy_(values)` under `torch.no_grad()`, "
+            "or outside the model's call"
+        )
+
+
+def _sum_into(base: torch.Tensor, sums: torch.Tensor) -> None:
+    words = base.view(torch.int64)
+    num_rows = len(words) // _COLUMNS
+    rows, rest = words[: num_rows * _COLUMNS], words[num_rows * _COLUMNS :]
+    torch.sum(rows.view(num_rows, _COLUMNS), 0, out=sums)
+    sums[: len(rest)].add_(rest)

@@ -1,0 +1,84 @@
+"""What absent parameters point to, and how a write to one is found.
+
+[Note: a write to an absent parameter shows]
+An absent parameter has the shape and the dtype of a present one over one element of memory: what is
+written to it is lost. A write to the parameter or to a view of it moves its version counter. One
+through `parameter.data` moves none, and is found in the element. That is a signalling NaN with a
+sign: other NaNs have other bits, and what is computed from it has too. Integers and booleans have
+no such value: of these a write through `parameter.data` of the very value, which few write, is not
+told from none.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from offload.memory import memory_of
+
+_SIGNALLING = {
+    torch.float64: 0xFFF5A5A5A5A5A5A5,
+    torch.float32: 0xFFA5A5A5,
+    torch.bfloat16: 0xFFA5,
+    torch.float16: 0xFD5A,
+}
+"""Source: IEEE 754-2008, 6.2.1: the first bit of the fraction of a signalling NaN is 0."""
+_OTHER_BYTE = 0xA5
+
+
+class Placeholder:
+    """A placeholder, and whether it is as it was made.
+
+    Attributes:
+        tensor: Of the parameter's shape and dtype over one element.
+    """
+
+    __slots__ = ("_bits", "_memory", "tensor")
+
+    def __init__(self, parameter: torch.Tensor, *, device: torch.device | None = None) -> None:
+        self.tensor = placeholder_of(parameter, device=device)
+        self._bits = _bits_of(parameter.dtype)
+        is_read_here = self.tensor.device.type == "cpu" and self.tensor.numel() > 0
+        self._memory = memory_of(self.element) if is_read_here else None
+
+    @property
+    def element(self) -> torch.Tensor:
+        """The one element, as bytes."""
+        return self.tensor.as_strided((1,), (1,)).view(torch.uint8)
+
+    @property
+    def is_written(self) -> bool | None:
+        """Whether the element has other bits; None where only its device can tell."""
+        return None if self._memory is None else self._memory != self._bits
+
+
+def placeholder_of(parameter: torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
+    """Returns a tensor of the parameter's shape and dtype over one element, NaN if it can be."""
+    where = parameter.device if device is None else device
+    bits = torch.tensor(list(_bits_of(parameter.dtype)), dtype=torch.uint8, device=where)
+    single = bits.view(parameter.dtype)
+    return single.expand(parameter.shape) if parameter.dim() else single.view(())
+
+
+def find_written(placeholders: Mapping[str, Placeholder]) -> list[str]:
+    """Returns the names of placeholders that are not what they were made any more.
+
+    Reading waits for all that was asked of their device, so it is done once for each dtype.
+    """
+    written = [name for name, each in placeholders.items() if each.is_written]
+    of_dtype: dict[torch.dtype, list[str]] = {}
+    for name, each in placeholders.items():
+        if each.is_written is None and each.tensor.numel():
+            of_dtype.setdefault(each.tensor.dtype, []).append(name)
+    for dtype, names in of_dtype.items():
+        found = torch.stack([placeholders[name].element for name in names]).tolist()
+        bits = list(_bits_of(dtype))
+        written += [name for name, one in zip(names, found, strict=True) if one != bits]
+    return written
+
+
+def _bits_of(dtype: torch.dtype) -> bytes:
+    if dtype is torch.bool:
+        return b"\1"
+    if dtype in _SIGNALLING:
+        return _SIGNALLING[dtype].to_bytes(dtype.itemsize, "little")
+    return bytes([_OTHER_BYTE] * dtype.itemsize)
