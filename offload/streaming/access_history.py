@@ -21,7 +21,7 @@ _MOST_ACCESSES = 1 << 15
 _MOST_ALIKE = 8
 """Accesses in which two places are compared."""
 _MOST_PLACES = 256
-"""The latest of a unit that are compared with the present: 0.1 ms where nothing is foreseen."""
+"""The latest of a unit that are compared with the present: all take longer with every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Twice the layers may take what each layer leaves in memory: the input of its block, and some 100 KiB
 of modules, hooks, records and extents; and 2 MiB for the heap, whose holes differ from run to run.
-Gradients of so many layers alone are four times as much.
+Gradients of so many layers alone are four times as much. Threads have heaps of their own, and which
+blocks they take is chance: what grows with layers does in every run, so one that is low is enough.
 """
 
 import json
@@ -20,6 +21,7 @@ GRADIENT_BYTES = 2 * 12 * WIDTH * WIDTH
 INPUT_BYTES = 2 * TOKENS * WIDTH
 OBJECTS_BYTES = 100 << 10
 HEAP_BYTES = 2 << 20
+TRIES = 3
 
 PROGRAM = """
 import json, sys
@@ -82,11 +84,15 @@ def train(tmp_path: Path, layers: int, device: str, budget_bytes: int) -> list[i
 def test_twice_the_layers_take_no_more_resident_memory(tmp_path: Path, device: str) -> None:
     smallest, _, _ = train(tmp_path, 2 * LAYERS, device, 0)
 
-    (_, half_leased, half), (_, all_leased, whole) = (
-        train(tmp_path, layers, device, smallest) for layers in (LAYERS, 2 * LAYERS)
-    )
-
     allowed = LAYERS * (INPUT_BYTES + OBJECTS_BYTES) + HEAP_BYTES
-    assert half_leased == all_leased <= smallest
-    assert half >= smallest // 2, "the rise of the peak is not measured"
-    assert whole - half <= allowed < LAYERS * GRADIENT_BYTES / 4
+    growths = []
+    while not growths or (growths[-1] > allowed and len(growths) < TRIES):
+        (_, half_leased, half), (_, all_leased, whole) = (
+            train(tmp_path / str(len(growths)), layers, device, smallest)
+            for layers in (LAYERS, 2 * LAYERS)
+        )
+        growths.append(whole - half)
+        assert half_leased == all_leased <= smallest
+        assert half >= smallest // 2, "the rise of the peak is not measured"
+
+    assert min(growths) <= allowed < LAYERS * GRADIENT_BYTES / 4, growths
