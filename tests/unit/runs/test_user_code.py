@@ -141,8 +141,8 @@ def test_a_factory_that_raises_is_named_with_its_line_and_nothing_is_written(tmp
 def test_a_factory_that_raises_in_a_run_that_is_gone_on_with_loses_nothing(tmp_path, configure):
     whole = run_training(configure("again", fails_at=-1), run_dir=tmp_path / "run")
 
+    wrong = configure("again", fails_at=-2, **{"train.steps": 6})
     with pytest.raises(ModelError) as raised:
-        wrong = configure("again", fails_at=-2, **{"train.steps": 6})
         run_training(wrong, run_dir=tmp_path / "run", resume="auto")
     mended = configure("again", fails_at=-1, **{"train.steps": 6})
     resumed = run_training(mended, run_dir=tmp_path / "run", resume="auto")
