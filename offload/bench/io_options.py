@@ -53,7 +53,7 @@ def parse_options(
     runs: int,
     tune: bool,
     sustained: bool,
-    max_bytes: str,
+    max_bytes: str | None,
 ) -> IoOptions:
     """Returns the options from the words of the command line.
 
@@ -71,8 +71,12 @@ def parse_options(
         runs=runs,
         tune=tune,
         sustained=sustained,
-        max_bytes=_parse_bytes("--max-bytes", max_bytes),
+        max_bytes=DEFAULT_MAX_BYTES
+        if max_bytes is None
+        else _parse_bytes("--max-bytes", max_bytes),
     )
+    if max_bytes is not None and not sustained:
+        raise _wrong("--max-bytes", "`--sustained` beside it", "none")
     _check(options)
     return options
 
@@ -82,6 +86,9 @@ def _check(options: IoOptions) -> None:
         raise _wrong("--runs", "1 or more", options.runs)
     if len(set(options.paths)) != len(options.paths):
         raise _wrong("PATH", "each path once", ", ".join(map(str, options.paths)))
+    if options.tune and options.patterns != PATTERNS:
+        found = ",".join(options.patterns)
+        raise _wrong("--rw", f"{','.join(PATTERNS)} with `--tune`, which notes all of them", found)
     largest = max(options.block_bytes, default=0)
     if options.size_bytes < max(largest, 1 << 20):
         raise _wrong("--size", "1 MiB or more, and not less than --bs", options.size_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload._native import optim as native
 from offload.bench.environment import describe_environment
-from offload.bench.optim_memory import OptimMemory
+from offload.bench.optim_memory import OptimMemory, require_room
 from offload.bench.optim_options import OptimBenchOptions, OptimCase
 from offload.optim.kernels import Kernels, NativeKernels, Range, adamw_scalars, load_kernels
 
@@ -96,7 +96,16 @@ class OptimReport:
 def run_optim_bench(
     options: OptimBenchOptions, *, on_case: Callable[[OptimCase], None] = lambda _: None
 ) -> OptimReport:
-    """Measures every case, the gradient helpers and torch, one after the other."""
+    """Measures every case, the gradient helpers and torch, one after the other.
+
+    Raises:
+        PlanError: This machine has less memory free than one of them takes.
+    """
+    require_room(
+        options.cases(),
+        beside_torch=_split_case(options),
+        num_parameters=options.num_parameters,
+    )
     results: list[OptimResult] = []
     helpers: list[HelperResult] = []
     measured: set[tuple[str, int, str]] = set()

@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command that `arguments` name and returns its exit code: 0, 1, 2 or 130."""
+    """Runs the command that `arguments` name and returns its exit code.
+
+    0, 1, 2, or 128 and the number of the signal that ended it.
+    """
     output = standard_output(as_json="--json" in arguments)
     if (empty := _empty_argument(arguments)) is not None:
         output.report_message(empty, kind="UsageError")

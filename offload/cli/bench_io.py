@@ -35,7 +35,10 @@ Tune = Annotated[
 Sustained = Annotated[
     bool, typer.Option("--sustained", help="Also write on until the rate is steady.")
 ]
-MaxBytes = Annotated[str, typer.Option(help="Written per path at most with --sustained.")]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(help="Written per path at most with --sustained. [default: 32GiB]"),
+]
 
 
 def io(
@@ -51,7 +54,7 @@ def io(
     tune: Tune = False,
     machine: Machine = None,
     sustained: Sustained = False,
-    max_bytes: MaxBytes = "32GiB",
+    max_bytes: MaxBytes = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:

@@ -56,6 +56,7 @@ def bench_optim(
     from offload.bench.optim_options import parse_options
     from offload.bench.optim_plot import write_plot
     from offload.bench.plot_file import plot_file
+    from offload.errors import ConfigError
 
     output: Output = context.obj
     output.as_json = as_json
@@ -69,6 +70,11 @@ def bench_optim(
         isa=isa or (),
         rounds=rounds,
     )
+    if machine is not None and not tune:
+        raise ConfigError(
+            f"cannot use `--machine` `{machine}`: expected `--tune` beside it, found none; add it, "
+            "or leave `--machine` out"
+        )
     chart = None if plot is None else plot_file(plot)
     profile = profile_to_write(machine) if tune else None
     progress = output.progress_console()

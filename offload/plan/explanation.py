@@ -8,7 +8,7 @@ from offload.plan.host import HostPlan
 from offload.plan.prediction import Choices
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.traffic import ModelBytes, StepTraffic
-from offload.plan.window import LEAST_BUFFERS
+from offload.plan.window import LEAST_BUFFERS, num_at_once
 from offload.sizes import format_size
 
 NOT_BOUNDED = "not bounded"
@@ -169,8 +169,11 @@ def _records(layout: ModelLayout, host: HostPlan) -> Choice:
         f"{count} records of at most {format_size(host.buffer_bytes)}, {host.num_places} in a "
         f"window of {format_size(window)}"
     )
-    if host.num_buffers >= min(LEAST_BUFFERS, count):
+    at_once = num_at_once(host.num_buffers, host.num_places, host.num_cached, count)
+    if at_once >= min(LEAST_BUFFERS, count):
         why = "enough to read, update and write at one time, small enough for short ramps"
+    elif host.num_cached:
+        why = "reads, the pass and writes wait for each other, less than a smaller cache would cost"
     else:
         why = "the budget has room for no more: reads, the pass and writes wait for each other"
     if host.num_places > host.num_buffers:

@@ -1,4 +1,4 @@
-"""Which parameters go from their update into a slot, so that the next forward reads them not."""
+"""Which parameters go from their update into a slot: the next forward does not read them."""
 
 from collections.abc import Collection
 

@@ -212,20 +212,27 @@ class TrainingRun:
             yield
         except ModelError as error:
             try:
-                if self._commits and self._committed != self._done == self._updated:
+                if self._commits and self._done and self._committed != self._done == self._updated:
                     self._commit(self._done, session)
                 left = self._what_is_left()
             except OffloadError as failure:
                 left = f"{self._what_is_left()}; the commit of later steps failed: {failure}"
             raise ModelError(
-                f"the run ended after step {self._updated} of {self._config.train.steps}: expected "
-                f"a loss and its gradients, found that {error}; correct that, {left}. "
-                "`offload --verbose train` shows the traceback"
+                f"the run ended {self._when()}: expected a loss and its gradients, found that "
+                f"{error}; correct that, {left}. `offload --verbose train` shows the traceback"
             ) from error.__cause__
+
+    def _when(self) -> str:
+        """Returns how far the run is; what is gone on with may not have been restored yet."""
+        if not self._updated:
+            return "before its first step"
+        return f"after step {self._updated} of {self._config.train.steps}"
 
     def _what_is_left(self) -> str:
         """Returns where a run goes on that an error ended, and which steps it does not keep."""
         resume = f"`{self._directory.resume_options}`"
+        if self._directory.is_resumed and self._committed is None:
+            return f"and go on with {resume} after its last commit"
         if not self._committed:
             lost = f"; {self._updated} steps were not committed" if self._updated else ""
             return f"and start anew with {resume}{lost}"

@@ -205,6 +205,8 @@ def test_a_path_without_room_is_refused_and_left_as_it_was(paths, capsys):
         {"ioengine": "sync"},
         {"size": "many"},
         {"runs": 0},
+        {"tune": True},  # and `rw` is only "read"
+        {"max_bytes": "1GiB"},  # and no `sustained`
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path, wrong):
@@ -218,7 +220,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, wrong):
         "runs": 1,
         "tune": False,
         "sustained": False,
-        "max_bytes": "1GiB",
+        "max_bytes": None,
     }
     parse_options([tmp_path], **plain)
 

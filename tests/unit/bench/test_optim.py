@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offload.bench.optim import run_optim_bench
 from offload.bench.optim_options import parse_options
 from offload.bench.plot_file import plot_file
 from offload.cli.app import run
-from offload.errors import BudgetError, ConfigError
+from offload.errors import ConfigError, PlanError
 from offload.optim.kernels import kernel_names
 from offload.plan.machine_profile import read_profile
 
@@ -99,9 +100,29 @@ def test_wrong_options_are_refused(wrong, message):
         parse_options(**wrong)
 
 
-def test_more_parameters_than_free_memory_holds_are_refused():
-    with pytest.raises(BudgetError, match="lower `--parameters`"):
-        run_optim_bench(parse_options(parameters="1e12", rounds=1))
+def test_more_parameters_than_free_memory_holds_are_refused(capsys):
+    code = run(["bench", "optim", "--parameters", "1e12", "--rounds", "1"])
+
+    assert code == 2
+    assert "expected at least 4" in (said := capsys.readouterr().err)  # about 50 bytes of each
+    assert "measuring" not in said
+    assert "lower `--parameters`" in said
+
+
+def test_memory_is_refused_where_only_what_torch_takes_is_too_much(monkeypatch):
+    cases = parse_options(parameters="1e6", codec=["split"], rounds=1)
+    free = psutil.virtual_memory()._replace(available=40_000_000)  # between 22 and 46 MB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    with pytest.raises(PlanError, match="expected at least 4"):
+        run_optim_bench(cases)
+
+
+def test_a_profile_that_is_not_written_is_refused(tmp_path, capsys):
+    code = run(["bench", "optim", "--machine", str(tmp_path / "machine.toml")])
+
+    assert code == 2
+    assert "expected `--tune` beside it" in capsys.readouterr().err
 
 
 def test_a_plot_overwrites_only_plots_and_is_refused_before_anything_is_measured(tmp_path):

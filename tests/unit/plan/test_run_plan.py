@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from offload.errors import PlanError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
+from offload.plan.explanation import explain
 from offload.plan.host import plan_host
+from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
 from offload.plan.traffic import ModelBytes, step_traffic
@@ -117,3 +121,32 @@ def test_json_has_the_keys_that_scripts_rely_on():
         "tokens_to_hide_io",
     }  # fmt: skip
     assert found["tiers"]["host"]["planned_bytes"] <= found["tiers"]["host"]["budget_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("num_buffers", "num_places", "num_cached", "why"),
+    [  # of six records
+        (4, 4, 0, "enough to read, update and write at one time"),
+        (1, 1, 0, "the budget has room for no more"),
+        (1, 3, 2, "less than a smaller cache would cost"),
+        (2, 6, 4, "enough to read, update and write at one time"),
+    ],
+)
+def test_the_reason_of_a_window_counts_the_records_that_the_cache_brings(
+    num_buffers, num_places, num_cached, why
+):
+    plan = make_plan()
+    host = replace(plan.host, num_buffers=num_buffers, num_places=num_places, num_cached=num_cached)
+    choices = Choices(
+        parameters="storage",
+        optimizer="storage",
+        order="alternating",
+        overlap="none",
+        striping="adaptive",
+        prefetch=2,
+    )
+
+    lines = {c.choice: c.why for c in explain(LAYOUT, host, plan.traffic, choices)}
+
+    assert len(LAYOUT.records) == 6
+    assert why in lines["subgroups and window"]

@@ -54,7 +54,10 @@ class Net(torch.nn.Module):
 def build(**_):
     if FAILS_AT == 0:
         raise KeyError("no such width")
-    return Net().to(torch.bfloat16)
+    net = Net().to(torch.bfloat16)
+    if FAILS_AT == -2 and net.embedding.weight.device.type != "meta":
+        raise KeyError("no such checkpoint")
+    return net
 """
 
 
@@ -133,6 +136,23 @@ def test_a_factory_that_raises_is_named_with_its_line_and_nothing_is_written(tmp
         run_training(wrong, run_dir=tmp_path / "run")
 
     assert not (tmp_path / "run").exists()
+
+
+def test_a_factory_that_raises_in_a_run_that_is_gone_on_with_loses_nothing(tmp_path, configure):
+    whole = run_training(configure("again", fails_at=-1), run_dir=tmp_path / "run")
+
+    wrong = configure("again", fails_at=-2, **{"train.steps": 6})
+    with pytest.raises(ModelError) as raised:
+        run_training(wrong, run_dir=tmp_path / "run", resume="auto")
+    mended = configure("again", fails_at=-1, **{"train.steps": 6})
+    resumed = run_training(mended, run_dir=tmp_path / "run", resume="auto")
+
+    message = str(raised.value)
+    assert "the run ended before its first step: " in message
+    assert f"go on with `--run-dir {tmp_path}/run --resume auto` after its last commit" in message
+    assert "commit of later steps" not in message
+    assert whole.steps == 5
+    assert resumed.first_step == 6
 
 
 def test_a_module_that_does_not_compile_is_named_with_its_line(tmp_path, configure):
