@@ -212,14 +212,21 @@ class DeferredUpdates:
         """
         if self.is_pending or self._failure is not None:
             self._hurry()
-            self._wait(lambda: not self.is_pending and self._failure is None)
+            try:
+                self._wait(lambda: not self.is_pending and self._failure is None)
+            except BaseException as error:
+                self.note_raised(error)
+                raise
 
     def raise_failure(self) -> None:
         """Raises what ended the updates of a step, if they failed; waits for nothing."""
         if self._failure is not None:
-            self.was_raised = True
             # Frames that the failure went through before must not keep what they referred to.
             raise self._failure.with_traceback(self._failed_at)
+
+    def note_raised(self, error: BaseException) -> None:
+        """Says that the caller gets `error`: others that meet a failure may ignore it."""
+        self.was_raised |= error is self._failure
 
     def prefetch(self) -> None:
         """Starts reading the records that the next step is expected to update first."""
@@ -229,16 +236,17 @@ class DeferredUpdates:
         chosen = self._policy.prefetched(self._sequence, cached=cached, capacity=window.num_free)
         self._pipeline.prefetch([self._records[index] for index in chosen])
 
-    def forget_failure(self) -> None:
-        """Goes on as if nothing had been pending: the state is another one now."""
+    def forget_failure(self) -> BaseException | None:
+        """Goes on as if nothing had been pending; returns what failed."""
         self._hurry()
         with self._changed:
             self._changed.wait_for(lambda: self._job is None)
-            self._failure = self._failed_at = None
+            failure, self._failure, self._failed_at = self._failure, None, None
             self.was_raised = False
             self._num_left.clear()
             self._callbacks.clear()
             self._handovers.clear()
+        return failure
 
     def close(self) -> None:
         """Waits for what is pending, whatever it gives, and ends the thread; again does nothing."""

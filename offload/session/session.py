@@ -340,10 +340,13 @@ class Session:
         """Goes back to checkpoint `name`, in this process; `metadata` is what it was given.
 
         Gradients and what was not committed are dropped; `param_groups` stay. The next commit makes
-        it what a restart finds.
+        it what a restart finds. After an update that failed in its middle parameters can be used
+        again.
 
         Raises:
             StoreError: There is none of that name, or it is another model's.
+            StorageError, CorruptStateError: A transfer failed: parameters cannot be used before
+                another `load` succeeds.
         """
         self._require_open("load a checkpoint")
         store = self._store

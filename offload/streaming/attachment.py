@@ -15,6 +15,7 @@ from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.discovery import DiscoveredModel
 from offload.streaming.model import StreamedModel
 from offload.streaming.parameter_tier import ParameterTier
+from offload.streaming.refusal import Refusal
 from offload.streaming.residency import Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
@@ -44,6 +45,7 @@ class Attachment:
         self._device = device
         self._staged: StagedUnits | None = None
         self._additions: Additions | None = None
+        self._refusal: Refusal | None = None
         self._holes = HeapHoles()
 
     def look_for_additions(self) -> None:
@@ -111,6 +113,8 @@ class Attachment:
             discovered,
             self.residency,
             begin_rows,
+            require_usable=updates.require_usable,
+            on_error=updates.note_raised,
             on_pass=self.look_for_additions,
             on_graph=lambda: self._limit_holes(workspace_bytes // 2),
         )
@@ -145,14 +149,31 @@ class Attachment:
         )
         updates.resident = resident
         self.streamed = StreamedModel(
-            self._model, discovered, resident, on_pass=self.look_for_additions
+            self._model,
+            discovered,
+            resident,
+            require_usable=updates.require_usable,
+            on_error=updates.note_raised,
+            on_pass=self.look_for_additions,
         )
         self.streamed.open()
 
     def see_versions(self) -> None:
-        """Takes the version counters of absent parameters as seen: an update has moved them."""
+        """Takes the version counters of parameters as seen: the engine has moved them."""
         if self.streamed is not None:
             self.streamed.residency.see_versions()
+
+    def refuse(self, require_usable: Callable[[], None]) -> None:
+        """Has parameters refused while `require_usable` raises, also where nothing is attached."""
+        if self.streamed is None and self._refusal is None:
+            self._refusal = Refusal(self._model, require_usable)
+            self._refusal.open()
+
+    def end_refusal(self) -> None:
+        """Undoes `refuse`, if it was called."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            refusal.close()
 
     def give_slots_back(self) -> None:
         """Takes every unit that no call holds out of its slot."""
@@ -169,6 +190,7 @@ class Attachment:
 
     def close(self) -> None:
         """Detaches; may be called again."""
+        self.end_refusal()
         if self.streamed is not None:
             self.streamed.close()
         if self._staged is not None:

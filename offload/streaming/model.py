@@ -42,6 +42,8 @@ class StreamedModel:
         residency: Residency | ResidentUnits,
         begin_rows: BeginRows | None = None,
         *,
+        require_usable: Callable[[], None],
+        on_error: Callable[[BaseException], None],
         on_pass: Callable[[], None],
         on_graph: Callable[[], None] = lambda: None,
     ) -> None:
@@ -52,10 +54,14 @@ class StreamedModel:
             discovered: Its units.
             residency: What brings them.
             begin_rows: Takes gradients of wide parameters; None: the model is not trained.
+            require_usable: Called before parameters are used; raises where they must not be.
+            on_error: Called with what ends a call or a look at a parameter.
             on_pass: Called before each forward of the model.
             on_graph: Called after each call of a unit, or of the model, that autograd records.
         """
         self.model = model
+        self._require_usable = require_usable
+        self._on_error = on_error
         self._on_pass = on_pass
         self._on_graph = on_graph
         self._begin_rows = begin_rows
@@ -107,6 +113,7 @@ class StreamedModel:
         is_outermost = self._depth == 0 and not in_backward
         depth, held, pushed = self._depth, [], False
         try:
+            self._require_usable()
             with outside_transforms():
                 if is_outermost:
                     self._on_pass()
@@ -117,6 +124,9 @@ class StreamedModel:
                     held.append(index)
             pushed = self._hooks is not None and not is_transformed() and self._hooks.push()
             return call(*args, **kwargs)
+        except BaseException as error:
+            self._on_error(error)
+            raise
         finally:
             if pushed:
                 pop_saved_tensor_hooks()
@@ -175,11 +185,16 @@ class StreamedModel:
         if index is None or self.residency.units[index].num_holds > 0:
             return
         self._require_values()
-        with outside_transforms():
-            if self._depth > 0 or is_in_backward():
-                self.residency.access(index, parameter_id)
-            else:
-                self.residency.look(index, parameter_id)
+        try:
+            self._require_usable()
+            with outside_transforms():
+                if self._depth > 0 or is_in_backward():
+                    self.residency.access(index, parameter_id)
+                else:
+                    self.residency.look(index, parameter_id)
+        except BaseException as error:
+            self._on_error(error)
+            raise
 
 
 class _Attachment:

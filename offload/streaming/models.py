@@ -158,12 +158,22 @@ class Models:
             model.leave_store()
 
     def roll_back(self, head: CommitHead) -> None:
-        """Goes back to `head`, which is current in the store now; after `leave_store`."""
+        """Goes back to `head`, which is current in the store now; after `leave_store`.
+
+        Raises:
+            StorageError, CorruptStateError: A transfer failed: no model can be used before this is
+                called again and succeeds.
+        """
         self.note_resumed(head)
-        for name, model in self._by_name.items():
-            found = head.of(name)
-            assert found is not None, "checked by `require_in`"
-            model.roll_back(found)
+        try:
+            for name, model in self._by_name.items():
+                found = head.of(name)
+                assert found is not None, "checked by `require_in`"
+                model.roll_back(found)
+        except BaseException as error:  # an interrupt too
+            for model in self._by_name.values():
+                model.fail(error)
+            raise
 
 
 def _bytes_of(limit: int | None) -> int:

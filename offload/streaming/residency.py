@@ -396,7 +396,7 @@ class Residency:
         self._watch.raise_changed(self.units)
 
     def see_versions(self) -> None:
-        """Takes what parameters are now as what is stored; all are absent."""
+        """Takes the version counters of parameters as seen."""
         for unit in self.units:
             for binding in unit.bindings:
                 binding.see_version()

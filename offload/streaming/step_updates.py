@@ -1,6 +1,6 @@
 """Carries out the updates of a step: at once, or under the next forward."""
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout
@@ -26,6 +26,7 @@ class StepUpdates:
         pipeline: Reads, updates and writes records.
         stalls: What the caller's thread waited for.
         failure: What ended an update or a step in its middle; None where nothing did.
+        on_failure: Called when that is first known.
         deferred: The updates that run under the next forward; None where they run at once.
         early: The updates that run under backward; None where none do.
         resident: Hides resident parameters whose update is pending; None where there are none.
@@ -37,6 +38,7 @@ class StepUpdates:
         self.pipeline: UpdatePipeline
         self.stalls = StallAccount()
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
         self.early = EarlyUpdates(self.stalls) if is_early else None
         self.resident: ResidentUnits | None = None
@@ -95,7 +97,7 @@ class StepUpdates:
         try:
             return early.take(updates, edited=edited)
         except BaseException as error:  # some of it may be current already
-            self.failure = error
+            self.fail(error)
             raise
 
     def run(
@@ -130,7 +132,7 @@ class StepUpdates:
             if elsewhere is not None:
                 elsewhere.wait_all()
         except BaseException as error:
-            self.failure = error
+            self.fail(error)
             raise
         finally:
             self._io_wait_s += pipeline.io_wait_s - waited_s
@@ -178,13 +180,13 @@ class StepUpdates:
             try:
                 self.early.finish()
             finally:
-                self.failure = self.failure or self.early.failure
+                self.fail(self.early.failure)
         if self.deferred is None:
             return
         try:
             self.deferred.finish()
         finally:
-            self.failure = self.failure or self.deferred.failure
+            self.fail(self.deferred.failure)
         if self.resident is not None:
             self.resident.show_all()
 
@@ -209,9 +211,9 @@ class StepUpdates:
         return True
 
     def drop(self) -> None:
-        """Ends what is pending, whatever it gives, and forgets what failed."""
+        """Ends what is pending, whatever it gives; `failure` stays until `forget_failure`."""
         if self.deferred is not None:
-            self.deferred.forget_failure()
+            self.fail(self.deferred.forget_failure())
         if self._units is not None:
             self._units.cancel_late()
         if self.resident is not None:
@@ -219,7 +221,6 @@ class StepUpdates:
         if self.early is not None:
             self.early.drop()
         self.pipeline.drop_prefetched()
-        self.failure = None
 
     def close(self) -> None:
         """Finishes what is pending and ends the thread; again does nothing.
@@ -241,13 +242,47 @@ class StepUpdates:
             if self.resident is not None:
                 self.resident.show_all()
 
+    def fail(self, error: BaseException | None) -> None:
+        """Notes what left the state between two steps; None: nothing did."""
+        if self.failure is None and error is not None:
+            self.failure = error
+            self.on_failure()
+
+    def forget_failure(self) -> None:
+        """Says that the state is one of a commit again."""
+        self.failure = None
+
     def require_whole(self, action: str) -> None:
         """Raises StoreError if an update or a step failed in its middle."""
         for updates in (self.deferred, self.early):
-            if self.failure is None and updates is not None:
-                self.failure = updates.failure
+            if updates is not None:
+                self.fail(updates.failure)
+        self._require_no_failure(action)
+
+    def require_usable(self) -> None:
+        """Raises if parameters are those of two steps, for who is about to use them.
+
+        What early updates wrote is not current: where one failed parameters are as they were.
+
+        Raises:
+            StorageError, CorruptStateError: An update failed, which the caller does not know yet.
+            StoreError: One failed before.
+        """
+        if self.deferred is not None:
+            if not self.deferred.was_raised:
+                self.deferred.raise_failure()
+            self.fail(self.deferred.failure)
+        self._require_no_failure("use a parameter")
+
+    def note_raised(self, error: BaseException) -> None:
+        """Says that the caller gets `error`, which an update may have failed with."""
+        if self.deferred is not None:
+            self.deferred.note_raised(error)
+
+    def _require_no_failure(self, action: str) -> None:
         if self.failure is not None:
             raise StoreError(
-                f"cannot {action}: an update failed ({self.failure}) and left the state between "
-                "two steps; close the session and resume from the last commit"
+                f"cannot {action}: expected the state of one step, found it between two steps, as "
+                f"an update failed ({self.failure}); go back with `session.load(checkpoint)`, or "
+                "close the session and resume from the last commit"
             ) from self.failure

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -85,6 +85,7 @@ class WrappedModel:
             overlap=resolve_overlap(overlap),
             is_early=overlap in ("backward", "both"),
         )
+        self._updates.on_failure = self._refuse_uses
         link_waits = LinkWaits(self.device, self._updates.stalls)
         self._memory = ModelMemory(
             self._parameters,
@@ -169,6 +170,7 @@ class WrappedModel:
         try:
             self._updates.close()
         finally:
+            self._attachment.end_refusal()  # laid around the others
             if self._activations is not None:
                 self._activations.close()
             self._attachment.close()
@@ -250,13 +252,10 @@ class WrappedModel:
                 self._updates.start(updates, step=step, trace=trace, skip=done)
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
-                # As after any in-place update: a graph that saved the old value must not be used.
-                torch.autograd.graph.increment_version(self._parameters[name])
             self.completed_steps += 1
-            self._edits.see_versions()
-            self._attachment.see_versions()
+            self._increment_versions(updates)
         except BaseException as error:  # an interrupt too: what is counted is not what is done
-            self._updates.failure = error
+            self._updates.fail(error)
             raise
         if self._attachment.streamed is not None:
             self._attachment.streamed.after_update()
@@ -326,10 +325,14 @@ class WrappedModel:
         self.completed_steps = point.step
         if self._store is not None:
             self._buffers().read(self._store, point.buffers)
-        for parameter in self._parameters.values():
-            torch.autograd.graph.increment_version(parameter)
+        self._increment_versions(self._parameters)
         self._edits.see()
-        self._attachment.see_versions()
+        self._updates.forget_failure()
+        self._attachment.end_refusal()
+
+    def fail(self, error: BaseException) -> None:
+        """Refuses whatever uses the state until `roll_back`: `error` left it between two."""
+        self._updates.fail(error)
 
     def state_digest(self) -> str:
         """Returns the digest of parameters and optimizer state."""
@@ -428,6 +431,18 @@ class WrappedModel:
         assert self._memory.gradients is not None
         self._memory.gradients.settle()
         return self._update_now(self._parameters[name])
+
+    def _increment_versions(self, names: Iterable[str]) -> None:
+        """As after any in-place change: a graph that saved the old values must not be used."""
+        for name in names:
+            torch.autograd.graph.increment_version(self._parameters[name])
+        self._edits.see_versions()
+        self._attachment.see_versions()
+
+    def _refuse_uses(self) -> None:
+        """Has modules refuse the parameters, and graphs that saved some: values are mixed."""
+        self._attachment.refuse(self._updates.require_usable)
+        self._increment_versions(self._parameters)
 
     def _leave_slots(self, *, before_commit: bool) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""

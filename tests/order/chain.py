@@ -115,7 +115,14 @@ class Harness:
             on_edit=lambda edits: None,
             device=self.device,
         )
-        self.streamed = StreamedModel(self.model, discovered, self.residency, on_pass=lambda: None)
+        self.streamed = StreamedModel(
+            self.model,
+            discovered,
+            self.residency,
+            require_usable=lambda: None,
+            on_error=lambda _: None,
+            on_pass=lambda: None,
+        )
         self.streamed.open()
         for layer in self.model.layers:
             layer.register_forward_pre_hook(self._note_use)
