@@ -346,10 +346,28 @@ class Residency:
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
-        absent = (binding for unit in self.units for binding in unit.bindings)
-        require_untouched(absent, reads_values=self._device.computes_later)
+        self._require_no_lost_edit(reads_values=self._device.computes_later)
         self._tier.settle()
         self._watch.raise_changed(self.units)
+
+    def settle_edits(self) -> None:
+        """Writes back what the user changed of units in slots, which stay there.
+
+        Raises:
+            StoreError: As of `evict_all`.
+        """
+        for unit in self.units:
+            self.capture_edits(unit)
+            if unit.state is CopyState.CLEAN:
+                self._watch.end(unit)
+                self._watch.begin(unit)
+        self._require_no_lost_edit(reads_values=True)
+        self._watch.raise_changed(self.units)
+
+    def _require_no_lost_edit(self, *, reads_values: bool) -> None:
+        absent = (u for u in self.units if u.state is not CopyState.CLEAN)
+        bindings = (binding for unit in absent for binding in unit.bindings)
+        require_untouched(bindings, reads_values=reads_values)
 
     def see_versions(self) -> None:
         """Takes the version counters of parameters as seen."""
