@@ -229,12 +229,11 @@ def plan(
     _import_beside(context, config, settings)
     if write is not None:
         require_writable(write)  # before anything is measured
-    progress = output.progress_console()
     result = plan_and_predict(
         settings,
         machine_file=machine,
         open_keys=open_policy_keys(config, overrides or ()),
-        on_measure=lambda what: progress.print(f"measuring {what}", soft_wrap=True),
+        on_measure=lambda what: output.note(f"measuring {what}"),
     )
     if write is not None and result.fits:
         write_plan(write, settings, result)

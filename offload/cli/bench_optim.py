@@ -77,10 +77,9 @@ def bench_optim(
         )
     chart = None if plot is None else plot_file(plot)
     profile = profile_to_write(machine) if tune else None
-    progress = output.progress_console()
     report = run_optim_bench(
         options,
-        on_case=lambda case: progress.print(
+        on_case=lambda case: output.note(
             f"measuring {case.optimizer}, {case.codec}, {case.isa}, {case.threads} threads"
         ),
     )

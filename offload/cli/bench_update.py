@@ -110,12 +110,9 @@ def update(
             f"cannot measure updates with `--parameters` {parameters} and `--host-memory` "
             f"{host_memory}: {error}; correct it"
         ) from error
-    console = output.progress_console()
     report = bench_update(
         options,
-        on_step=lambda number, step: console.print(
-            f"step {number}: update {step.update_s:.3f} s", soft_wrap=True
-        ),
+        on_step=lambda number, step: output.note(f"step {number}: update {step.update_s:.3f} s"),
     )
     output.show(report, render_update)
 

@@ -59,6 +59,21 @@ class Output:
         """Returns where progress goes: standard output, or with `as_json` standard error."""
         return _console(self._stderr if self.as_json else self._stdout)
 
+    def note(self, text: str) -> None:
+        """Prints a line of progress of a command whose result is all that it is for.
+
+        Raises:
+            StorageError: Standard output does not take it, nor would it take the result.
+        """
+        if not self.as_json:
+            with self._printing():
+                _console(self._stdout).print(text, soft_wrap=True)
+            return
+        try:
+            _console(self._stderr).print(text, soft_wrap=True)
+        except OSError:  # the result goes elsewhere
+            discard(self._stderr)
+
     def write(self, text: str) -> None:
         """Prints `text`, which is the result."""
         with self._printing():
@@ -86,7 +101,8 @@ class Output:
     def report(self, error: Exception) -> int:
         """Prints `error` and returns the exit code that it stands for."""
         if self.shows_tracebacks or not isinstance(error, OffloadError):
-            traceback.print_exception(error, file=self._stderr)
+            with contextlib.suppress(OSError):
+                traceback.print_exception(error, file=self._stderr)
         self.report_message(str(error) or "no message", kind=type(error).__name__)
         return EXIT_WRONG_USE if _is_refusal(error) else EXIT_FAILED
 

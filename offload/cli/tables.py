@@ -190,13 +190,6 @@ def render_doctor(console: Console, result: Result) -> None:
     _print_table(console, "doctor", table)
 
 
-def render_facts(console: Console, result: Result) -> None:
-    """Prints plain figures, one a row."""
-    values = result.to_json()
-    rows = [(key.replace("_", " "), format_figure(key, value)) for key, value in values.items()]
-    _print_facts(console, "store", rows)
-
-
 def _print_facts(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
     table = Table("", "", show_header=False)
     for label, text in rows:

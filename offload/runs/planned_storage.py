@@ -109,23 +109,20 @@ def storage_warnings(
             "the storage planned does not hold activations, whose bytes can't be told for this "
             "model before it runs; leave room for them in `tiers.storage.capacity`"
         )
-    if tier.durability == "none":
-        return
-    if drain is None:
-        # A run that keeps nothing until its end begins anew for less than a lost path.
-        if saves or tier.commit_every:
-            save_key = "" if saves else "`checkpoint.save_every` and "
-            yield (
-                "no checkpoint is copied off the storage paths: a path that cannot be read any "
-                f"more ends the run for good; set {save_key}`checkpoint.drain`"
-            )
-    elif (path := shared_path(Path(drain), directories)) is not None:
+    if drain is not None and not saves:
+        yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it, or neither"
+    elif drain is not None and (path := shared_path(Path(drain), directories)) is not None:
         yield (
             f"`checkpoint.drain` = `{drain}` lies on the file system of storage path `{path}`, "
             "with which it would be lost; name a directory on another drive or file system"
         )
-    elif not saves:
-        yield "`checkpoint.drain` has no effect without `checkpoint.save_every`; set it"
+    # A run that keeps nothing until its end begins anew for less than a lost path.
+    elif drain is None and tier.durability != "none" and (saves or tier.commit_every):
+        save_key = "" if saves else "`checkpoint.save_every` and "
+        yield (
+            "no checkpoint is copied off the storage paths: a path that cannot be read any "
+            f"more ends the run for good; set {save_key}`checkpoint.drain`"
+        )
 
 
 def num_kept_checkpoints(config: Config) -> int:

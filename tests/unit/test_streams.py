@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from offload.cli.app import run
+from offload.cli.output import Output
+from offload.errors import StorageError
 from offload.runs.interrupt import StopRequest
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
@@ -66,6 +68,23 @@ def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(monkeypatch, ca
             "error: cannot print the result: expected standard output to take it, found No space "
             "left on device; what was done stays done\n"
         )
+
+
+def test_progress_that_nobody_reads_ends_only_what_prints_its_result_there(capsys, broken):
+    reads_nothing = Output(as_json=False, stdout=broken, stderr=sys.stderr)
+    with pytest.raises(StorageError, match="cannot print the result"):
+        reads_nothing.note("measuring")
+    reads_nothing.report(RuntimeError("of another kind"))
+
+    assert capsys.readouterr().err.endswith("error: of another kind\n")
+
+
+def test_progress_beside_json_that_nobody_reads_ends_nothing(capsys, broken):
+    output = Output(as_json=True, stdout=sys.stdout, stderr=broken)
+    output.note("measuring")
+    output.report(RuntimeError("of another kind"))
+
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "of another kind"
 
 
 def test_a_command_without_standard_streams_does_what_it_does(tmp_path):
