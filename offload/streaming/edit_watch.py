@@ -59,7 +59,8 @@ class DeviceWatch:
     memory, at the rate of that, where the link took one. What they say is read where the engine
     waits for the device anyway: at the next step, commit or evaluation. By then the bytes are gone:
     such an edit is refused, and nothing is updated. One beside an edit of the same unit that a
-    counter shows, while it is in the same slot, is not found: the sums begin anew.
+    counter shows, while it is in the same slot, is not found: the sums begin anew. Wide units are
+    in no slot of the device; they were looked at, so their bytes are hashed.
     """
 
     def __init__(self, num_units: int, device: Device) -> None:
@@ -79,6 +80,8 @@ class DeviceWatch:
         self._streams = [device.follow(None)] * num_units
 
     def begin(self, unit: StreamedUnit) -> None:
+        if unit.is_wide:
+            return
         assert unit.base is not None
         self._follow(unit.index)
         self._numbers.add(unit.index)

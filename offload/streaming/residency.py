@@ -15,7 +15,7 @@ import torch
 
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError
-from offload.memory import Arena, SlotPool, memory_of, storage_over
+from offload.memory import SlotPool, memory_of
 from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
 from offload.sizes import format_size
@@ -24,7 +24,7 @@ from offload.streaming.edit_watch import make_watch
 from offload.streaming.graph_moments import Thread, this_thread
 from offload.streaming.messages import no_slot_message
 from offload.streaming.parameter_tier import ParameterTier
-from offload.streaming.part_read import PartRead
+from offload.streaming.part_reads import PartReads
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.torch_private import is_in_backward
@@ -47,6 +47,9 @@ logger = logging.getLogger("offload.streaming")
 
 class Residency:
     """Brings units into slots and takes them out again, within the pool's budget.
+
+    Attributes:
+        parts: Reads wide units in pieces.
 
     Concurrency: The thread that runs the model; slots may come back from any thread.
     """
@@ -81,6 +84,7 @@ class Residency:
         self._device = CpuDevice() if device is None else device
         self._watch = make_watch(len(units), self._device)
         self._tier = tier
+        self.parts = PartReads(tier, slots=self._slots, take_slot=self._take_slot, wait=self._wait)
         self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
         # By the address of its slot: which unit a tensor seen by autograd belongs to.
@@ -256,7 +260,7 @@ class Residency:
         was_complete = was_ahead and all(transfer.done() for transfer in unit.transfers)
         if unit.is_wide:
             self._tier.wait_readable(unit.layout)
-            self._read_whole(unit)
+            self._take_whole(unit)
         elif not was_ahead:
             self._start_fetch(unit, self._take_slot(unit, unit.layout.num_bytes), is_prefetch=False)
         if unit.is_updated:
@@ -308,62 +312,14 @@ class Residency:
             self._start_fetch(unit, memory, is_prefetch=True)
             self.counters.prefetches += 1
 
-    # Pieces of wide units.
-
-    @property
-    def granule_bytes(self) -> int:
-        """The smallest part of a subgroup that can be read."""
-        return self._tier.granule_bytes
-
     def note_wide(self, unit: StreamedUnit, *, is_backward: bool) -> None:
         """Records that a call uses a wide unit; waits for its update."""
         self.trace.record(Access(unit=unit.index, is_backward=is_backward))
         self._begin_use(unit)
         self._tier.wait_readable(unit.layout)
 
-    def start_part(self, unit: StreamedUnit, part: range) -> PartRead:
-        """Starts reading a part of a wide unit, no more than a slot, into one.
-
-        Raises:
-            BudgetError: Every slot is held or reached by a tensor.
-        """
-        memory = self._take_slot(unit, len(part))
-        transfers = self._tier.start_read(unit.layout, memory, is_prefetch=False, part=part)
-        return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
-
-    def try_start_part(self, unit: StreamedUnit, part: range) -> PartRead | None:
-        """As `start_part`, ahead of use; None where no slot is free."""
-        memory = self._slots.try_take_free(len(part)) if self._tier.can_prefetch() else None
-        if memory is None:
-            return None
-        transfers = self._tier.start_read(unit.layout, memory, is_prefetch=True, part=part)
-        return PartRead(unit=unit, part=part, memory=memory, transfers=transfers)
-
-    def finish_part(self, read: PartRead) -> torch.Tensor:
-        """Waits for a part and returns its bytes; their slot is free when no tensor has it."""
-        try:
-            self._wait(read.transfers, "fetching a tile")
-        except BaseException:
-            wait_quietly(read.transfers)
-            raise
-        return read.memory
-
-    def drop_part(self, read: PartRead) -> None:
-        """Waits for a part that nobody asks for any more, whatever it gives."""
-        wait_quietly(read.transfers)
-
-    def _read_whole(self, unit: StreamedUnit) -> None:
-        """Reads a wide unit into memory of its own, which no budget covers, through a slot."""
-        logger.warning(
-            "`%s` is read as a whole because it is looked at outside a pass: %s beside the budget",
-            unit.name,
-            format_size(unit.layout.num_bytes),
-        )
-        arena = Arena(unit.layout.num_bytes)
-        arena.open()
-        base = storage_over(arena.whole())
-        for part in unit.subgroups:
-            base[part.start : part.stop].copy_(self.finish_part(self.start_part(unit, part)))
+    def _take_whole(self, unit: StreamedUnit) -> None:
+        base = self.parts.read_whole(unit)
         unit.move_to(CopyState.FETCHING)
         unit.base = base
 
@@ -390,10 +346,28 @@ class Residency:
         self._used_since_s = None
         for unit in self.units:
             self.evict(unit)
-        absent = (binding for unit in self.units for binding in unit.bindings)
-        require_untouched(absent, reads_values=self._device.computes_later)
+        self._require_no_lost_edit(reads_values=self._device.computes_later)
         self._tier.settle()
         self._watch.raise_changed(self.units)
+
+    def settle_edits(self) -> None:
+        """Writes back what the user changed of units in slots, which stay there.
+
+        Raises:
+            StoreError: As of `evict_all`.
+        """
+        for unit in self.units:
+            self.capture_edits(unit)
+            if unit.state is CopyState.CLEAN:
+                self._watch.end(unit)
+                self._watch.begin(unit)
+        self._require_no_lost_edit(reads_values=True)
+        self._watch.raise_changed(self.units)
+
+    def _require_no_lost_edit(self, *, reads_values: bool) -> None:
+        absent = (u for u in self.units if u.state is not CopyState.CLEAN)
+        bindings = (binding for unit in absent for binding in unit.bindings)
+        require_untouched(bindings, reads_values=reads_values)
 
     def see_versions(self) -> None:
         """Takes the version counters of parameters as seen."""

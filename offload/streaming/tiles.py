@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from offload.errors import StoreError
 from offload.plan.tiles import covering, tile_rows
 from offload.streaming.gradients import RowGradient
-from offload.streaming.part_read import PartRead
+from offload.streaming.part_reads import PartRead
 from offload.streaming.residency import Residency
 from offload.streaming.torch_private import will_run_in_backward
 from offload.streaming.unit import CopyState, StreamedUnit
@@ -137,7 +137,7 @@ class WideWeight:
         return covering(
             range(rows.start * self._row_bytes, rows.stop * self._row_bytes),
             starts=self._starts,
-            granule_bytes=self._residency.granule_bytes,
+            granule_bytes=self._residency.parts.granule_bytes,
             num_bytes=self._unit.layout.num_bytes,
         )
 
@@ -149,16 +149,16 @@ class WideWeight:
         following: PartRead | None = None
         try:
             for index, rows in enumerate(slices):
-                read = following or self._residency.start_part(self._unit, self._bytes_of(rows))
+                read = following or self._residency.parts.start(self._unit, self._bytes_of(rows))
                 following = None
                 if index + 1 < len(slices):
                     ahead = self._bytes_of(slices[index + 1])
-                    following = self._residency.try_start_part(self._unit, ahead)
-                yield rows, self._view(self._residency.finish_part(read), read.part, rows)
+                    following = self._residency.parts.try_start(self._unit, ahead)
+                yield rows, self._view(self._residency.parts.finish(read), read.part, rows)
                 del read
         finally:
             if following is not None:  # the caller failed: nothing may write to a free slot
-                self._residency.drop_part(following)
+                self._residency.parts.drop(following)
 
     def _view(self, memory: torch.Tensor, part: range, rows: slice) -> torch.Tensor:
         first = rows.start * self._row_bytes - part.start

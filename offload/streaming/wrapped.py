@@ -454,8 +454,7 @@ class WrappedModel:
     def _settle_edits(self) -> None:
         """Brings parameters that the user edited, and their masters, to where they are stored."""
         if self.residency is not None:
-            for unit in self.residency.units:
-                self.residency.capture_edits(unit)
+            self.residency.settle_edits()
         else:
             self._leave_slots(before_commit=True)
             self._edits.see_versions()

@@ -242,7 +242,8 @@ def test_an_edit_inside_a_call_that_a_counter_shows_is_honoured_on_a_device(tmp_
 
 
 @pytest.mark.unified
-def test_an_edit_of_what_happens_to_be_in_a_slot_on_a_device_is_refused(tmp_path):
+@pytest.mark.parametrize("ending", ["step", "commit"])
+def test_an_edit_of_what_happens_to_be_in_a_slot_on_a_device_is_refused(tmp_path, ending):
     budgets = {"budget_bytes": 8 << 20, "device_memory": 8 << 20}
     with session_of(tmp_path, ("storage", "storage"), device="emulated", **budgets) as session:
         model = session.wrap(build(SmallGPT))
@@ -253,7 +254,19 @@ def test_an_edit_of_what_happens_to_be_in_a_slot_on_a_device_is_refused(tmp_path
         parameter.data.mul_(0.5)
 
         with pytest.raises(StoreError, match="the edit is lost"):
-            optimizer.step()
+            getattr(session if ending == "commit" else optimizer, ending)()
+
+
+@pytest.mark.unified
+def test_an_edit_inside_a_call_on_a_device_is_not_left_out_of_a_commit(tmp_path):
+    with session_of(tmp_path, ("host", "storage"), device="emulated") as session:
+        model = session.wrap(build(SmallGPT))
+        handle = in_call_edit(model, lambda weight: one_element(weight.data))
+        loss_of(model, 1)
+        handle.remove()
+
+        with pytest.raises(StoreError, match=r"`blocks\.1`.*the edit is lost"):
+            session.commit()
 
 
 @pytest.mark.unified  # as above

@@ -146,9 +146,9 @@ def test_a_write_to_an_absent_parameter_is_refused_not_lost(tmp_path, edit):
             for parameter in model.parameters():
                 edit(parameter)
 
-        for _ in range(2):
+        for use in (session.commit, session.state_digest, *[lambda: loss_of(model, 0)] * 2):
             with pytest.raises(offload.StoreError, match="while it was not in memory"):
-                loss_of(model, 0)
+                use()
 
 
 def test_a_moving_average_of_what_state_dict_returns_is_that_of_a_plain_model(tmp_path):

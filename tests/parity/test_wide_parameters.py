@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.streaming import edit_watch
 
 WIDTH = 32
 VOCABULARY = 2_050
@@ -288,6 +289,18 @@ def test_a_look_from_another_device_leaves_the_weight_its_gradient(tmp_path, mon
 
         require_near_gradients(model, reference)
     assert cuda.races == []
+
+
+@pytest.mark.unified
+def test_a_whole_weight_in_host_memory_is_not_summed_by_the_device(tmp_path, monkeypatch):
+    summed = []
+    monkeypatch.setattr(edit_watch, "_sum_into", lambda base, _: summed.append(len(base)))
+    with open_wide(tmp_path, device="emulated") as session:
+        model = session.wrap(build())
+        model.state_dict()
+        slot_bytes = session._wrapped.residency.slot_bytes
+
+    assert 0 < max(summed) <= slot_bytes
 
 
 def test_a_whole_weight_whose_reading_failed_is_read_again(tmp_path, monkeypatch):
