@@ -169,8 +169,11 @@ class LifeLaws(IOLaws):
 
         counters = path.counters
         both_s = counters.read_in_flight_s + counters.write_in_flight_s - counters.in_flight_s
-        assert both_s > 0
-        assert 0 < counters.both_bytes <= 128 * MIB
+        if any_file.is_direct:  # through the page cache one may be over before the next begins
+            assert both_s > 0
+            assert counters.both_bytes > 0
+        assert both_s > -1e-6
+        assert counters.both_bytes <= 128 * MIB
 
     def test_registered_memory_moves_the_same_bytes(
         self, engine: Engine, any_file: StorageFile

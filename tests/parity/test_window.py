@@ -36,7 +36,7 @@ def test_a_plan_has_the_window_of_the_session_that_carries_it_out(monkeypatch, s
     use_small_records(monkeypatch)
 
     plans = [
-        plan_run(small_config(tiers__host__memory="4MiB", tiers__host__window=size)).host
+        plan_run(small_config(tiers__host__memory="3MiB", tiers__host__window=size)).host
         for size in (200_000, "2MiB")
     ]
 
