@@ -113,6 +113,7 @@ def test_one_rehearsal_does_for_the_plans_of_all_policies(values):
         {"policy.parameters": "host", "tiers.device.kind": "emulated"},
     ]
     written = values("rehearsed", COUNTED)
+    written["tiers"]["storage"] = {"capacity": "1GiB"}  # or it is the free space of the moment
     configs = [build_config(written, overrides=policy) for policy in policies]
     model = RehearsedModel.of(configs[0])
 
