@@ -1,11 +1,12 @@
 """`metrics.jsonl`: one JSON object for each step."""
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from offload.errors import StoreError
+from offload.errors import StorageError, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class MetricsFile:
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -83,14 +84,28 @@ class MetricsFile:
         self.close()
 
     def append(self, metrics: StepMetrics) -> None:
-        """Writes one line."""
+        """Writes one line.
+
+        Raises:
+            StorageError: There is no room for it, or the file can't be written; it is closed.
+        """
         if self._file is None:
             raise StoreError(
                 f"cannot append to `{self.path}`: expected it to be open, found it closed; "
                 "call `open()` first"
             )
-        self._file.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # of what it still holds, the same
+                self.close()
+            raise StorageError(
+                f"cannot append to `{self.path}`: expected room for the line of step "
+                f"{metrics.step}, found {error.strerror or error}; free some, and go on from the "
+                "last commit with `--resume auto`",
+                errno=error.errno,
+            ) from error
 
 
 def truncate_metrics(path: Path, *, step: int) -> None:

@@ -83,9 +83,21 @@ class RunDirectory:
         """Writes the result of the run beside its metrics.
 
         One without steps does not replace that of the steps that the run has.
+
+        Raises:
+            StorageError: It can't be written.
         """
-        if has_steps or not (self.path / RESULT_FILE).exists():
-            _write_json(self.path / RESULT_FILE, result)
+        file = self.path / RESULT_FILE
+        if not has_steps and file.exists():
+            return
+        try:
+            _write_json(file, result)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write `{file}`: expected room for the result of a run that has ended, "
+                f"found {error.strerror or error}; free some: what was committed stays",
+                errno=error.errno,
+            ) from error
 
 
 def resolve_run_directory(
@@ -217,8 +229,12 @@ def _new_stores(config: Config, path: Path) -> tuple[Path, ...]:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

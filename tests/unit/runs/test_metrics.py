@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from offload.errors import StoreError
+from offload.errors import StorageError, StoreError
 from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
+from offload.runs.run_directory import RESULT_FILE, RunDirectory
 
 KEYS = (  # noqa: SIM905
     "step loss lr grad_norm tokens tokens_per_s step_s forward_s backward_s update_s other_s "
@@ -47,3 +49,22 @@ def test_truncation_of_a_missing_file_makes_none(tmp_path):
 def test_a_closed_file_refuses_lines(tmp_path):
     with pytest.raises(StoreError, match="closed"):
         MetricsFile(tmp_path / "metrics.jsonl").append(metrics(1))
+
+
+def test_a_line_that_finds_no_room_is_an_error_that_names_its_step():
+    with (
+        pytest.raises(StorageError, match=r"the line of step 3, found No space left .* go on from"),
+        MetricsFile(Path("/dev/full")) as file,
+    ):
+        file.append(metrics(3))
+
+
+def test_a_result_that_finds_no_room_is_an_error_and_leaves_no_part_of_it(tmp_path):
+    temporary = tmp_path / f"{RESULT_FILE}.tmp"
+    temporary.symlink_to("/dev/full")
+    directory = RunDirectory(path=tmp_path, stores=(), is_resumed=False)
+
+    with pytest.raises(StorageError, match=r"result of a run that has ended, found No space left"):
+        directory.write_result({"steps": 3}, has_steps=True)
+
+    assert not any(tmp_path.iterdir())
