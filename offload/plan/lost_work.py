@@ -1,7 +1,7 @@
 """How much work a failure costs, and how often to commit so that it costs least."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offload.plan.host import HostPlan
@@ -51,8 +51,8 @@ class CommitForecast:
     """What a recovery reads before the first step."""
     paths: tuple[PathProfile, ...]
     """All of the run's; empty where one of them was not measured."""
-    interval: float | int
-    """Between commits: seconds, or steps where it is an `int`; 0: none but at the end."""
+    intervals: tuple[float | int, ...]
+    """Between commits, and between checkpoints: seconds, or steps where it is an `int`; 0: none."""
     mean_time_between_failures_s: float
 
     def lost_work(self) -> LostWork | None:
@@ -69,7 +69,7 @@ class CommitForecast:
         """Returns the figures under the names that a run's result has for them."""
         lost = self.lost_work()
         best_s = lost.best_interval_s if lost else None
-        interval_s = self._interval_s(step_s)
+        interval_s = shortest_interval_s(self.intervals, step_s)
         return {
             "commit_bytes": self.commit_bytes,
             "commit_s": lost.commit_s if lost else None,
@@ -79,10 +79,18 @@ class CommitForecast:
             "best_commit_every": max(1, round(best_s / step_s)) if best_s and step_s else None,
         }
 
-    def _interval_s(self, step_s: float | None) -> float | None:
-        if isinstance(self.interval, int):
-            return self.interval * step_s if step_s else None
-        return self.interval
+
+def shortest_interval_s(intervals: Iterable[float | int], step_s: float | None) -> float | None:
+    """Returns the time between two commits of any kind; None: there are none, or it is not known.
+
+    Args:
+        intervals: Of each kind: seconds, or steps where it is an `int`; 0: none but at the end.
+        step_s: Of a step, where it is known.
+    """
+    given = [each for each in intervals if each]
+    if not given or (not step_s and any(isinstance(each, int) for each in given)):
+        return None
+    return min(each * (step_s or 0.0) if isinstance(each, int) else each for each in given)
 
 
 def committed_bytes(model: ModelBytes, host: HostPlan) -> int:

@@ -147,6 +147,12 @@ def choices_of(config: Config) -> Choices:
     )
 
 
+def commit_intervals(config: Config) -> tuple[float | int, ...]:
+    """Returns those of commits and of checkpoints: seconds, or steps where it is an `int`."""
+    every = (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    return tuple(parse_duration(each) if isinstance(each, str) else each for each in every)
+
+
 def plan_traffic(
     config: Config,
     layout: ModelLayout,
@@ -202,10 +208,9 @@ def _usually_before(config: Config) -> Before:
 
 def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Before) -> Rhythm:
     """Returns what happens between the run's steps; what goes by the clock is not foreseen."""
-    commits = (config.tiers.storage.commit_every, config.checkpoint.save_every)
     rhythm = Rhythm(
         validation=config.train.eval_every,
-        commits=tuple(every for every in commits if isinstance(every, int)),
+        commits=tuple(every for every in commit_intervals(config) if isinstance(every, int)),
     )
 
     def handed_bytes(before: Before) -> int:
@@ -261,12 +266,11 @@ def _forecast_commits(
     tier = config.tiers.storage
     if host is None or tier.durability == "none":
         return None
-    every = tier.commit_every
     return CommitForecast(
         commit_bytes=committed_bytes(ModelBytes.of(layout), host),
         resident_bytes=host.resident_parameter_bytes + host.resident_state_bytes,
         paths=measured_on_all(profiles),
-        interval=parse_duration(every) if isinstance(every, str) else every,
+        intervals=commit_intervals(config),
         mean_time_between_failures_s=parse_duration(config.checkpoint.mean_time_between_failures),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from offload.config import Config
-from offload.plan.lost_work import LostWork
+from offload.plan.lost_work import LostWork, shortest_interval_s
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes, cached_state_bytes, is_in_turns
@@ -11,7 +11,7 @@ from offload.plan.wear import wear
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.metrics import StepMetrics
 from offload.runs.model import gpt_shape
-from offload.runs.planning import choices_of
+from offload.runs.planning import choices_of, commit_intervals
 from offload.runs.result import StepMedians, TrainResult, measured_steps, ratio
 from offload.runs.run_directory import RunDirectory
 from offload.runs.training_run import RunSummary
@@ -131,7 +131,7 @@ def _upkeep(
                 config.checkpoint.mean_time_between_failures
             ),
         )
-        interval_s = _interval_s(storage.commit_every, step_s)
+        interval_s = shortest_interval_s(commit_intervals(config), step_s)
         best_s = lost.best_interval_s
         figures["expected_lost_work_s"] = lost.expected_s(interval_s) if interval_s else None
         figures["best_commit_interval_s"] = best_s
@@ -149,12 +149,6 @@ def _upkeep(
     figures["written_bytes_per_day"] = worn.bytes_per_day if config.offload else None
     figures["drive_days"] = worn.drive_days if config.offload else None
     return figures
-
-
-def _interval_s(every: int | str, step_s: float | None) -> float | None:
-    if isinstance(every, str):
-        return parse_duration(every)
-    return every * step_s if every and step_s else None
 
 
 def _logits_bytes(config: Config) -> int:

@@ -30,6 +30,7 @@ from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.trace import NEVER, Access, AccessTrace
 from offload.streaming.unit import (
+    Binding,
     CopyState,
     Edit,
     StreamedUnit,
@@ -365,9 +366,11 @@ class Residency:
         self._watch.raise_changed(self.units)
 
     def _require_no_lost_edit(self, *, reads_values: bool) -> None:
-        absent = (u for u in self.units if u.state is not CopyState.CLEAN)
-        bindings = (binding for unit in absent for binding in unit.bindings)
-        require_untouched(bindings, reads_values=reads_values)
+        absent: list[Binding] = []
+        present: list[Binding] = []
+        for unit in self.units:
+            (present if unit.state is CopyState.CLEAN else absent).extend(unit.bindings)
+        require_untouched(absent, reads_values=reads_values, present=present)
 
     def see_versions(self) -> None:
         """Takes the version counters of parameters as seen."""

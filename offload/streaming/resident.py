@@ -54,8 +54,8 @@ class ResidentUnits:
             flat: The flat shards that they are views of, by name.
             deferred: The updates that hide them.
             on_device: What copies them to a device, if they live there.
-            reads_late: Whether to look for writes to hidden parameters at the next step alone:
-                looking would wait for all that the device computes.
+            reads_late: Whether to look for writes to hidden parameters in `require_untouched`
+                alone: looking waits for all that the device computes.
         """
         self._reads_late = reads_late
         self.units = [ResidentUnit(index) for index in range(len(layout.units))]
@@ -79,19 +79,22 @@ class ResidentUnits:
                     self._placeholders[name] = Placeholder(parameters[name])
 
     def hide(self, names: Container[str]) -> None:
-        """Points the named parameters to their placeholders.
-
-        Raises:
-            StoreError: The user wrote to one while it was hidden before.
-        """
-        if self._reads_late:
-            self._require_untouched(self._placeholders, reads_values=True)
+        """Points the named parameters to their placeholders."""
         for name, unit in self._unit_of.items():
             if name in names:
                 unit.hidden.add(name)
                 self._parameters[name].data = self._placeholders[name].tensor
                 if self._parameters[name].numel():
                     self._versions[name] = self._parameters[name]._version
+
+    def require_untouched(self) -> None:
+        """Looks for writes to hidden parameters that nobody has looked for yet.
+
+        Raises:
+            StoreError: The user wrote to one.
+        """
+        if self._reads_late:
+            self._require_untouched(self._placeholders, reads_values=True)
 
     def see_versions(self) -> None:
         """Takes the version counters of hidden parameters as seen."""

@@ -438,19 +438,23 @@ def _gradient_nodes(bindings: Iterable[Binding]) -> list[Node]:
         return [get_gradient_edge(b.parameter).node for b in bindings if b.parameter.requires_grad]
 
 
-def require_untouched(bindings: Iterable[Binding], *, reads_values: bool) -> None:
+def require_untouched(
+    bindings: Iterable[Binding], *, reads_values: bool, present: Iterable[Binding] = ()
+) -> None:
     """Raises StoreError if the user wrote to a parameter while it was absent.
 
     Args:
         bindings: Of parameters that are absent.
         reads_values: Whether to look for writes that left a parameter its placeholder.
+        present: Of parameters that came into slots since they could be written to: the values of
+            their placeholders are read too.
     """
     absent = [b for b in bindings if b.num_bytes]
     for binding in absent:
         _require_same_kind(binding)
     written = [b.name for b in absent if b.was_touched]
     if reads_values:
-        written += find_written({b.name: b.placeholder for b in absent})
+        written += find_written({b.name: b.placeholder for b in (*absent, *present)})
     if written:
         raise StoreError(
             f"cannot fetch parameter `{written[0]}`: expected nothing written to it while it "

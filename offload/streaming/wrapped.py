@@ -449,6 +449,8 @@ class WrappedModel:
         if self.residency is not None:
             self.residency.evict_all()
         else:
+            if self._updates.resident is not None:
+                self._updates.resident.require_untouched()
             self._edits.note_resident(before_commit=before_commit)
 
     def _settle_edits(self) -> None:

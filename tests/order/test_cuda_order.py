@@ -192,9 +192,10 @@ def test_the_runtime_finds_an_update_that_does_not_wait_for_copies(tmp_path, mon
     assert "host memory changed under a copy that reads it" in cuda.races
 
 
+@pytest.mark.parametrize("ending", ["step", "commit"])
 @pytest.mark.parametrize("parameters, slots", [("device", 5), ("host", 2), ("storage", 2)])
-def test_a_write_to_an_absent_parameter_is_refused_by_the_next_step(
-    tmp_path, cuda, monkeypatch, parameters, slots
+def test_a_write_to_an_absent_parameter_is_refused_by_the_next_step_and_commit(
+    tmp_path, cuda, monkeypatch, parameters, slots, ending
 ):
     # A fetch that looked would wait for all that is computed.
     with _session(tmp_path, parameters, slots=slots) as session:
@@ -207,8 +208,10 @@ def test_a_write_to_an_absent_parameter_is_refused_by_the_next_step(
                 patched.setattr(module, "find_written", None)
             loss_of(model, 1).backward()
 
-        with pytest.raises(StoreError, match=r"`blocks\.0\.up\.weight`: expected nothing written"):
-            optimizer.step()
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"`blocks\.0\.up\.weight`: expected nothing"):
+                getattr(session if ending == "commit" else optimizer, ending)()
+        loss_of(model, 2)  # with the values of the last update
 
 
 @pytest.mark.parametrize("parameters, slots", [("device", 5), ("host", 2), ("storage", 2)])

@@ -62,18 +62,18 @@ def path_profile(path):
     )  # fmt: skip
 
 
-def forecast(*, interval, paths=("/a", "/b")):
+def forecast(*, intervals, paths=("/a", "/b")):
     return CommitForecast(
         commit_bytes=10**10,
         resident_bytes=16 * 10**9,
         paths=tuple(map(path_profile, paths)),
-        interval=interval,
+        intervals=intervals,
         mean_time_between_failures_s=86400.0,
     )
 
 
 def test_a_plan_says_what_commits_will_cost_by_the_rates_of_all_paths():
-    found = forecast(interval=600.0).to_json(step_s=None)
+    found = forecast(intervals=(600.0,)).to_json(step_s=None)
 
     # 10 GB at 2 GB/s, 16 GB at 8 GB/s.
     assert (found["commit_s"], found["recovery_s"]) == (5.0, 2.0)
@@ -91,14 +91,24 @@ def test_a_path_that_is_held_back_is_no_faster_in_a_forecast():
 
 
 def test_an_interval_in_steps_needs_the_time_of_a_step():
-    assert forecast(interval=100).to_json(step_s=None)["expected_lost_work_s"] is None
-    found = forecast(interval=100).to_json(step_s=4.0)
+    assert forecast(intervals=(100,)).to_json(step_s=None)["expected_lost_work_s"] is None
+    found = forecast(intervals=(100,)).to_json(step_s=4.0)
     assert found["expected_lost_work_s"] == 5.0 + 200.0 + 2.0
     assert found["best_commit_every"] == round(lost(5.0).best_interval_s / 4.0)
 
 
+@pytest.mark.parametrize(
+    ("intervals", "shortest_s"),
+    [((100, 0), 400.0), ((100, 10), 40.0), ((0, 60.0), 60.0), ((10, 60.0), 40.0), ((0, 0), None)],
+)
+def test_a_checkpoint_is_a_commit_too(intervals, shortest_s):
+    found = forecast(intervals=intervals).to_json(step_s=4.0)["expected_lost_work_s"]
+
+    assert found == (None if shortest_s is None else 5.0 + shortest_s / 2 + 2.0)
+
+
 def test_without_rates_of_every_path_only_bytes_are_known():
     assert measured_on_all([path_profile("/a"), None]) == ()
-    found = forecast(interval=600.0, paths=()).to_json(step_s=4.0)
+    found = forecast(intervals=(600.0,), paths=()).to_json(step_s=4.0)
     assert found["commit_bytes"] == 10**10
     assert all(value is None for key, value in found.items() if key != "commit_bytes")
