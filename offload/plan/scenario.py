@@ -283,7 +283,7 @@ def _device_bytes(machine: ScenarioMachine, run: ScenarioRun) -> int | None:
     """Returns the bytes of parameters on each device; None where they live elsewhere."""
     if run.policy.parameters != "device" or run.system != "engine" or not machine.gpus:
         return None
-    return 2 * round(run.parameters) // machine.gpus
+    return -(-2 * round(run.parameters) // machine.gpus)
 
 
 def _reasons(
@@ -294,22 +294,27 @@ def _reasons(
     if not host.fits:
         found.append(
             f"run `{run.name}` does not fit `host_budget`: expected at least "
-            f"{host.smallest_bytes} bytes ({format_size(host.smallest_bytes)}), found "
-            f"{host.budget_bytes} bytes ({format_size(host.budget_bytes)}); raise it"
+            f"{_described(host.smallest_bytes)}, found {_described(host.budget_bytes)}; raise it"
         )
     planned = host.planned_bytes
     if machine.host_memory is not None and planned > machine.host_memory:
         found.append(
-            f"run `{run.name}` does not fit a node's memory: expected {planned} bytes or more, "
-            f"found {machine.host_memory}; lower its cache or raise `machine.host_memory`"
+            f"run `{run.name}` does not fit a node's memory: expected at least "
+            f"{_described(planned)}, found {_described(machine.host_memory)}; lower its cache or "
+            "raise `machine.host_memory`"
         )
     budget = machine.device_memory
     if device_bytes is not None and budget is not None and device_bytes > budget:
         found.append(
-            f"run `{run.name}` does not fit the devices: expected {device_bytes} bytes of "
-            f"parameters on each, found {budget}; set `policy.parameters` to `host`"
+            f"run `{run.name}` does not fit the devices: expected at least "
+            f"{_described(device_bytes)} on each for parameters, found {_described(budget)}; set "
+            "`policy.parameters` to `host`"
         )
     return found
+
+
+def _described(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({format_size(num_bytes)})"
 
 
 def _stored_bytes(system: SystemRun) -> int:
