@@ -17,7 +17,8 @@ import torch
 
 from offload.layout import ModelLayout, Record
 from offload.optim.model_state import ParameterUpdate, parameter_key, state_key
-from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.pipeline import UpdatePipeline
+from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
