@@ -18,7 +18,8 @@ from offload.layout import ModelLayout, Record
 from offload.optim.handover import HandedOver, Handovers
 from offload.optim.model_state import ParameterUpdate
 from offload.optim.pending_records import PendingRecords
-from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.pipeline import UpdatePipeline
+from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.policy import Overlap
 from offload.storage.stalls import StallAccount

@@ -11,12 +11,14 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
 
 import torch
 
 from offload.layout import ModelLayout, Record
 from offload.optim.model_state import ParameterUpdate, parameter_key, state_key
-from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.pipeline import UpdatePipeline
+from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
@@ -54,6 +56,7 @@ class EarlyUpdates:
         self._updates: dict[str, ParameterUpdate] = {}
         self._job: UpdateJob | None = None
         self._failure: BaseException | None = None
+        self._failed_at: TracebackType | None = None
         self._thread: threading.Thread | None = None
         self._num_threads = 1
 
@@ -110,8 +113,7 @@ class EarlyUpdates:
             self._arrived.get(index, set()).discard(name)
             if index in self._applied:
                 self._wait(functools.partial(self._is_over, index))
-                if self._failure is not None:
-                    raise self._failure
+                self._raise_failure()
                 self._drop(index)
 
     def finish(self) -> None:
@@ -122,8 +124,7 @@ class EarlyUpdates:
         """
         self._wait(lambda: not self._in_flight)
         self._end_job()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def take(
         self, updates: Mapping[str, ParameterUpdate], *, edited: Collection[str]
@@ -160,7 +161,7 @@ class EarlyUpdates:
         self._source.clear()  # what a failure left there has no update any more
         self._arrived.clear()
         self._in_flight.clear()
-        self._failure = None
+        self._failure = self._failed_at = None
 
     def close(self) -> None:
         """Gives everything up; again does nothing."""
@@ -219,6 +220,11 @@ class EarlyUpdates:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
         self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            # Frames that it went through before must not keep gradients.
+            raise self._failure.with_traceback(self._failed_at)
+
     def _is_over(self, index: int) -> bool:
         return index not in self._in_flight
 
@@ -239,7 +245,7 @@ class EarlyUpdates:
             self._pipeline.carry_out(job)
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits
             with self._changed:
-                self._failure = error
+                self._failure, self._failed_at = error, error.__traceback__
                 self._changed.notify_all()
 
     def _on_updated(self, record: Record) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,9 @@ from offload.optim.model_state import (
     parameter_key,
     state_key,
 )
-from offload.optim.record_source import InOrder, RecordSource
+from offload.optim.record_source import InOrder
 from offload.optim.record_update import RecordUpdate
+from offload.optim.update_job import UpdateJob
 from offload.optim.window import RecordBuffer, Window
 from offload.storage.engine import Priority
 from offload.storage.stalls import CHECKSUM, StallAccount, path_label
@@ -29,8 +30,6 @@ from offload.storage.wakeup import Wakeup
 __all__ = [
     "ModelState",
     "ParameterUpdate",
-    "RecordSource",
-    "UpdateJob",
     "UpdatePipeline",
     "parameter_key",
     "state_key",
@@ -39,33 +38,6 @@ __all__ = [
 
 _PRIORITY = Priority.WRITE_BACK
 """Of reads too: of one priority as much is in flight each way, and fetches of units come first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateJob:
-    """The updates of one step.
-
-    Attributes:
-        source: Gives each touched record once.
-        touched: Names of the records that have a parameter in `updates` or `edited`.
-        updates: By parameter name.
-        edited: Parameters that are the master again.
-        kept: Names of records whose state stays in memory after its update, not written.
-        stalls: Where waits are added.
-        on_updated: Called when the parameters of a record have their new values where they live.
-        on_computed: Called with the new parameters of a record, by subgroup, that are stored.
-        is_staged: Whether what is written becomes current later. Cached records are left alone.
-    """
-
-    source: RecordSource
-    touched: frozenset[str]
-    updates: Mapping[str, ParameterUpdate]
-    edited: frozenset[str]
-    kept: Container[str]
-    stalls: StallAccount
-    on_updated: Callable[[Record], None] = lambda _: None
-    on_computed: Callable[[Record, Mapping[str, memoryview]], None] = lambda *_: None
-    is_staged: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -5,6 +5,7 @@ import errno
 import itertools
 
 import pytest
+from model.program_parts import refusing
 from parity.models import SmallGPT, build, loss_of
 from parity.sessions import open_session, use_small_records
 
@@ -103,3 +104,19 @@ def test_errors_of_reads_on_their_way_keep_no_slots(tmp_path, monkeypatch, devic
 
     assert errors
     assert not any(isinstance(error, BudgetError) for error in errors)
+
+
+@pytest.mark.unified
+def test_a_failure_under_backward_that_is_raised_again_keeps_no_frames_of_before(tmp_path):
+    with open_session(tmp_path, budget_bytes=400_000, overlap="backward") as session:
+        model = session.wrap(build(SmallGPT))
+        session.AdamW(model.parameters())
+        with refusing("write", 0, waits=False, goes_on=True):
+            loss_of(model, 0).backward()
+            depths = []
+            for _ in range(3):  # they add to gradients that failed updates have used
+                with pytest.raises(StorageError, match="what was refused") as raised:
+                    loss_of(model, 1).backward()
+                depths.append(len(raised.traceback))
+
+    assert depths[0] == depths[1] == depths[2]
