@@ -109,8 +109,10 @@ def limited(machine, rate):
 
 def configured(arguments, root, overlap, rate, offload, steps):
     parameters = 12 * arguments.layers * arguments.width**2
-    # Parameters and gradients, the window and a few records; or gradients, slots and the window.
-    budget = (4.5 if arguments.parameters == "host" else 3.5) * parameters + 100 * MIB
+    # Parameters and gradients, or gradients and slots; the window and a few records, but never room
+    # for all of the state, 10 bytes a parameter: then nothing would move.
+    budget = (4.5 if arguments.parameters == "host" else 3.5) * parameters
+    budget += min(100 * MIB, 5 * parameters)
     return build_config(
         {
             "offload": offload,
