@@ -72,10 +72,20 @@ def edit_both(model, reference, edits=EDITS):
 
 @pytest.mark.parametrize("place", PLACE_CASES, ids=str)
 @pytest.mark.parametrize("codec", ["split", pytest.param("fp32", marks=SLOW)])
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_an_edit_becomes_the_master(tmp_path, place, codec, overlap, device):
-    if overlap == "backward" and place != ("storage", "storage"):
-        pytest.skip("updates under backward need all on storage")
+    require_edits_to_become_masters(tmp_path, place, codec=codec, overlap=overlap)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["split", "fp32"])
+def test_an_edit_becomes_the_master_beside_updates_under_backward(tmp_path, codec, device):
+    require_edits_to_become_masters(
+        tmp_path, ("storage", "storage"), codec=codec, overlap="backward"
+    )
+
+
+def require_edits_to_become_masters(tmp_path, place, *, codec, overlap):
     reference = Reference(build(SmallGPT), **OPTIONS)
     with session_of(tmp_path, place, codec=codec, overlap=overlap) as session:
         model = session.wrap(build(SmallGPT))
