@@ -2,14 +2,13 @@
 // Elements across 2**31 and 2**32 give what the same elements give in small arrays.
 #define _GNU_SOURCE
 #include "check.h"
-#include "optim.h"
+#include "pass.h"
 
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define NUM_OPERANDS 5
 #define MAX_ITEMSIZE 4
 /* Around a border, in norm blocks that it cuts; slices begin at it. */
 #define NUM_BEFORE   ((size_t)5001)
@@ -26,14 +25,9 @@
 /* What an index of 32 bits, with and without a sign, cannot hold. */
 static const size_t borders[] = {(size_t)1 << 31, MAX_BORDER};
 
-/* A kind of pass. */
-struct kind {
-	int rule, codec, parameter_dtype, gradient_dtype;
-};
-
 /* The operands of one pass, and where in them the touched elements begin. */
 struct placed {
-	char *arrays[NUM_OPERANDS];
+	void *arrays[NUM_OPERANDS];
 	size_t itemsizes[NUM_OPERANDS];
 	size_t start;
 };
@@ -47,11 +41,6 @@ static char *reserved(size_t num_bytes)
 	if (memory == MAP_FAILED)
 		exit(SKIPPED);
 	return memory;
-}
-
-static size_t itemsize(int dtype)
-{
-	return dtype == OFL_OPTIM_F32 ? 4 : 2;
 }
 
 /* Ordinary values that differ from element to element. */
@@ -71,21 +60,9 @@ static void fill(char *array, int dtype, size_t start, unsigned seed)
 
 static struct placed place(char *const *arrays, struct kind kind, size_t start)
 {
-	const int has_first =
-		kind.rule != OFL_OPTIM_SGD && kind.rule != OFL_OPTIM_ADAGRAD;
-	const int has_second = kind.rule == OFL_OPTIM_ADAMW ||
-			       kind.rule == OFL_OPTIM_ADAM ||
-			       kind.rule == OFL_OPTIM_ADAGRAD;
-	const size_t master = kind.codec == OFL_OPTIM_SPLIT  ? 2
-			      : kind.codec == OFL_OPTIM_FP32 ? 4
-							     : 0;
-	struct placed placed = {
-		.itemsizes = {itemsize(kind.parameter_dtype), master,
-			      itemsize(kind.gradient_dtype), has_first ? 4 : 0,
-			      has_second ? 4 : 0},
-		.start = start,
-	};
+	struct placed placed = {.start = start};
 
+	operand_itemsizes(kind, placed.itemsizes);
 	for (int i = 0; i < NUM_OPERANDS; i++) {
 		if (!placed.itemsizes[i])
 			continue;
@@ -98,45 +75,16 @@ static struct placed place(char *const *arrays, struct kind kind, size_t start)
 	return placed;
 }
 
-static struct ofl_optim_operands operands_of(const struct placed *placed,
-					     struct kind kind, size_t num_elements)
-{
-	return (struct ofl_optim_operands){
-		.rule = kind.rule,
-		.codec = kind.codec,
-		.parameter_dtype = kind.parameter_dtype,
-		.gradient_dtype = kind.gradient_dtype,
-		.parameter = placed->arrays[0],
-		.master = placed->arrays[1],
-		.gradient = placed->arrays[2],
-		.first = (float *)(void *)placed->arrays[3],
-		.second = (float *)(void *)placed->arrays[4],
-		.num_elements = num_elements,
-		.scales = {0.5f, 3.0f},
-	};
-}
-
 /* A plain step and a measured one, over a range that ends before the border and one
  * across. */
 static void step(struct ofl_optim_pool *pool, int variant, const struct placed *placed,
 		 struct kind kind, struct ofl_optim_statistics *found)
 {
-	const struct ofl_optim_scalars scalars = {.b1 = 0.9f,
-						  .c1 = 0.1f,
-						  .b2 = 0.95f,
-						  .c2 = 0.05f,
-						  .q = 0.99f,
-						  .w = 0.1f,
-						  .u = -1e-3f,
-						  .r = 1.5f,
-						  .e = 1e-8f,
-						  .a = 0.25f,
-						  .is_nesterov = 1};
 	const size_t start = placed->start, stop = start + NUM_TOUCHED;
 	struct ofl_optim_range ranges[] = {{start, start + 700, scalars},
 					   {start + 701, stop - 1, scalars}};
 	const struct ofl_optim_operands operands =
-		operands_of(placed, kind, start + NUM_TOUCHED);
+		operands_over(placed->arrays, kind, start + NUM_TOUCHED);
 
 	ranges[1].scalars.u = -2e-3f;
 	CHECK_EQUAL(ofl_optim_update(pool, variant, &operands, ranges, 2, NULL), 0);
