@@ -204,7 +204,7 @@ class ScenarioRun(Section):
         if self.layers * self.micro_steps > _MOST_USES:
             raise ValueError(
                 f"expected `layers` times `micro_steps` to be at most {_MOST_USES}, found "
-                f"{self.layers * self.micro_steps}; lower one"
+                f"{self.layers * self.micro_steps}"
             )
         subgroup = self.subgroup_parameters
         if subgroup is None and self.system != "engine":
@@ -212,7 +212,7 @@ class ScenarioRun(Section):
         if subgroup is not None and self.parameters > subgroup * _MOST_RECORDS:
             raise ValueError(
                 f"expected at most {_MOST_RECORDS} subgroups, found "
-                f"{self.parameters / subgroup:.3g}; raise `subgroup_parameters`"
+                f"{self.parameters / subgroup:.3g} with `subgroup_parameters` {subgroup:.3g}"
             )
 
     def _check_paths(self, machine_paths: tuple[str, ...]) -> None:

@@ -165,6 +165,13 @@ def test_rates_that_the_fitted_run_does_not_depend_on_are_refused():
         simulate_scenario(
             scenario({}, machine=kernels, fit={"run": "run 0", "update_s": 50, "paths": ["drive"]})
         )
+    with pytest.raises(PlanError, match=r"of 10 s, found .* give, as it moves next to nothing"):
+        simulate_scenario(
+            scenario(
+                {"cache_fraction": 1},
+                fit={"run": "run 0", "update_s": 10, "paths": ["drive"]},
+            )
+        )
 
 
 def test_an_overlap_brings_its_order():
