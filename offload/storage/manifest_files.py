@@ -195,8 +195,7 @@ def _temporary(path: Path) -> Path:
 
 def _read(path: Path) -> Manifest:
     try:
-        fd = os.open(path, os.O_RDONLY | _FLAGS)
-        with os.fdopen(fd, "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
             data = file.read()
     except FileNotFoundError:
         raise
