@@ -216,9 +216,9 @@ class EarlyUpdates:
         with self._changed:
             if is_reached() or self._failure is not None:
                 return
-            started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+            started_s, io_before = time.perf_counter(), self._pipeline.io_waits()
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
-        self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+        self.waits.add(self._pipeline, started_s=started_s, io_before=io_before)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -442,8 +442,7 @@ class WrappedModel:
 
     def _increment_versions(self, names: Iterable[str]) -> None:
         """As after any in-place change: a graph that saved the old values must not be used."""
-        for name in names:
-            torch.autograd.graph.increment_version(self._parameters[name])
+        torch.autograd.graph.increment_version([self._parameters[name] for name in names])
         self._edits.see_versions()
         self._attachment.see_versions()
 

@@ -231,10 +231,16 @@ def test_modulo_shares_by_its_ratio(tmp_path):
     assert first > second > 0
 
 
-def test_commits_are_timed(tmp_path):
-    report = measure(paths_of(tmp_path, "a"), commit_every=1)
+@pytest.mark.parametrize("overlap", ["none", "forward", "both"])
+def test_commits_are_timed_and_what_they_write_is_no_steps(tmp_path, overlap):
+    options = {"order": "resident", "overlap": overlap, "memory": 80 << 20, "steps": 2}
+
+    report = measure(paths_of(tmp_path, "a"), commit_every=1, **options)
 
     assert report.commit_s > 0
+    assert report.cache_hit_rate == 1  # all is in memory: commits alone write
+    assert report.write_bytes_per_step == report.formula_write_bytes_per_step == 0
+    assert [path.write_bytes for path in report.paths] == [0]
 
 
 @pytest.mark.parametrize(
