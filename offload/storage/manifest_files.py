@@ -195,8 +195,12 @@ def _temporary(path: Path) -> Path:
 
 def _read(path: Path) -> Manifest:
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
-            data = file.read()
+        fd = os.open(path, os.O_RDONLY | _FLAGS)
+        try:  # a directory opens, but not as a file
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                data = file.read()
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         raise
     except OSError as error:

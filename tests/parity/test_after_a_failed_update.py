@@ -184,14 +184,14 @@ def test_parameters_of_two_steps_are_refused_after_the_session_too(tmp_path, cap
 
 
 def test_an_update_pending_at_close_that_fails_leaves_parameters_refused(tmp_path):
-    how = {"device": "cpu", "overlap": "forward"}
-    session = sessions.open_session(tmp_path, ("host", "storage"), **how)
-    with pytest.raises(offload.StorageError, match="what was refused"), session:
-        model = session.wrap(build(SmallGPT))
-        optimizer = session.AdamW(model.parameters(), **OPTIONS)
-        loss_of(model, 1).backward()
-        with keeping_no_record(session), refusing("write", 2, waits=False, goes_on=True):
-            optimizer.step()
+    session = sessions.open_session(tmp_path, ("host", "storage"), device="cpu", overlap="forward")
+    session.open()
+    model = session.wrap(build(SmallGPT))
+    optimizer = session.AdamW(model.parameters(), **OPTIONS)
+    loss_of(model, 1).backward()
+    with keeping_no_record(session), refusing("write", 2, waits=False, goes_on=True):
+        optimizer.step()
+        with pytest.raises(offload.StorageError, match="what was refused"):
             session.close()
 
     with pytest.raises(offload.StoreError, match=r"two steps.*what was refused.*resume"):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -57,12 +58,12 @@ def test_a_page_goes_with_the_last_reference_to_it():
 
 
 def test_pages_keep_no_descriptor():
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
 
     pages = [try_watch(b"\1") for _ in range(8)]
 
     assert all(isinstance(page.memory, np.ndarray) for page in pages)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
 
 
 def test_none_is_given_where_the_kernel_does_not_tell(monkeypatch):
@@ -76,5 +77,9 @@ def refuse(*_):
 
 
 def mappings_of(name):
-    with open("/proc/self/maps", encoding="ascii") as lines:
-        return "".join(line for line in lines if name in line)
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    return "\n".join(line for line in lines if name in line)
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))

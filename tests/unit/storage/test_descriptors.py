@@ -114,7 +114,7 @@ def descriptors():
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found[entry.name] = os.readlink(entry)
+            found[entry.name] = entry.readlink()
         except OSError:
             continue
     return found
