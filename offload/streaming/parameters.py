@@ -20,6 +20,16 @@ is pickled once."""
 class ClosedParameters(dict[str, nn.Parameter | None]):
     """The parameters of a module whose session is closed: every look at them is refused."""
 
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], *, found: str) -> None:
+        """Takes the parameters.
+
+        Args:
+            parameters: Of one module.
+            found: Why they are refused, and what to do, for the message.
+        """
+        super().__init__(parameters)
+        self._found = found
+
     def __getitem__(self, name: str) -> nn.Parameter | None:
         raise self._error(name)
 
@@ -38,11 +48,13 @@ class ClosedParameters(dict[str, nn.Parameter | None]):
         raise self._error(next(iter(self), ""))
 
     def _error(self, name: str) -> StoreError:
-        return StoreError(
-            f"cannot use parameter `{name}`: its session is closed and its values are in the "
-            "store, if they were committed; use the model, and take `model.state_dict()`, inside "
-            "the `with` block"
-        )
+        return StoreError(f"cannot use parameter `{name}`: its session is closed and {self._found}")
+
+
+def close_parameters(module: nn.Module, *, found: str) -> None:
+    """Has every look at a module's parameters refused; see `ClosedParameters`."""
+    items = dict.items(module._parameters)
+    module.__dict__["_parameters"] = ClosedParameters(dict(items), found=found)
 
 
 class StreamedParameters(dict[str, nn.Parameter | None]):
