@@ -30,12 +30,14 @@ class Placeholder:
 
     Attributes:
         tensor: Of the parameter's shape and dtype over one element.
+        address: Of the element.
     """
 
-    __slots__ = ("_bits", "_memory", "tensor")
+    __slots__ = ("_bits", "_memory", "address", "tensor")
 
     def __init__(self, parameter: torch.Tensor, *, device: torch.device | None = None) -> None:
         self.tensor = placeholder_of(parameter, device=device)
+        self.address = self.tensor.data_ptr()
         self._bits = _bits_of(parameter.dtype)
         is_read_here = self.tensor.device.type == "cpu" and self.tensor.numel() > 0
         self._memory = memory_of(self.element) if is_read_here else None
@@ -64,10 +66,13 @@ def find_written(placeholders: Mapping[str, Placeholder]) -> list[str]:
 
     Reading waits for all that was asked of their device, so it is done once for each dtype.
     """
-    written = [name for name, each in placeholders.items() if each.is_written]
+    written: list[str] = []
     of_dtype: dict[torch.dtype, list[str]] = {}
     for name, each in placeholders.items():
-        if each.is_written is None and each.tensor.numel():
+        is_written = each.is_written
+        if is_written:
+            written.append(name)
+        elif is_written is None and each.tensor.numel():
             of_dtype.setdefault(each.tensor.dtype, []).append(name)
     for dtype, names in of_dtype.items():
         found = torch.stack([placeholders[name].element for name in names]).tolist()
