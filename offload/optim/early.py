@@ -148,10 +148,9 @@ class EarlyUpdates:
         return frozenset(taken)
 
     def applied_to(self, name: str) -> ParameterUpdate | None:
-        """Returns what was applied to a parameter, where something was."""
-        return next(
-            (self._applied[i][name] for i in self._records_of[name] if i in self._applied), None
-        )
+        """Returns what was applied to a parameter, where something was; an empty one has none."""
+        records = self._records_of.get(name, ())
+        return next((self._applied[i][name] for i in records if i in self._applied), None)
 
     def drop(self) -> None:
         """Gives everything up, and forgets what failed."""
