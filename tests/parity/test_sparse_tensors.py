@@ -12,6 +12,7 @@ from torch import nn
 
 import offload
 from offload.config import build_config
+from offload.runs.spilled import spilled_bytes
 
 
 class OverGraph(nn.Module):
@@ -84,3 +85,4 @@ def test_a_configured_run_counts_and_moves_what_is_beside_them(
 
     assert found[0].state_digest == found[1].state_digest
     assert found[0].activation_peak_bytes > 0
+    assert (spilled_bytes(build_config(run)) > 0) == (offloaded == "storage")
