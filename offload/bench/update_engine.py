@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offload.bench.update_io import engines_of
 from offload.bench.update_options import PathBytes, UpdateOptions, made_up_values
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
@@ -20,7 +21,6 @@ from offload.optim.window import Window
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
-from offload.storage.engine import Engine
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
@@ -70,7 +70,7 @@ class EngineUpdates:
 
     def __enter__(self) -> Self:
         with self._stack:
-            engines = [self._stack.enter_context(each) for each in self._engines()]
+            engines = [self._stack.enter_context(each) for each in engines_of(self._options)]
             paths = [
                 StorePath(root=root, nominal_bytes_per_s=rates.mixed_bytes_per_s)
                 for root, rates in zip(self._roots, self._machine.paths, strict=True)
@@ -216,12 +216,6 @@ class EngineUpdates:
     def moved(self) -> list[PathBytes]:
         """Returns what each path moved so far, or until no update was pending last."""
         return self._moved() if self._moved_by_steps is None else self._moved_by_steps
-
-    def _engines(self) -> list[Engine]:
-        faults = self._options.faults
-        if not faults:
-            return [Engine() for _ in self._roots]
-        return [Engine(backend="fault", faults=plan) for plan in faults]
 
     def _moved(self) -> list[PathBytes]:
         """Without what digests and commits moved."""

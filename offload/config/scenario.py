@@ -249,11 +249,29 @@ class Scenario(Section):
         for name in [self.fit.run if self.fit else None, *(run.like for run in self.runs)]:
             if name is not None and name not in names:
                 raise ValueError(f"expected a run named `{name}`, found {names}")
+        self._check_idle()
         for run in self.runs:
             run._check_paths(path_names)
             if self.fit and run.name == self.fit.run:
                 self._check_fit(self.fit, run)
         return self
+
+    def _check_idle(self) -> None:
+        """Raises ValueError for what would do nothing."""
+        machine = self.machine
+        if not machine.gpus and not any(run.gpus for run in self.runs):
+            for key in ("device_memory", "link_bytes_per_s"):
+                if getattr(machine, key) is not None:
+                    raise ValueError(
+                        f"`machine.{key}`: expected a GPU with it, found none in `machine.gpus` "
+                        "and in all `runs`"
+                    )
+        for run in self.runs:
+            if run.tokens and machine.flops_per_s is None:
+                raise ValueError(
+                    f"`runs.{run.name}.tokens`: expected `machine.flops_per_s` with it, as passes "
+                    "take no time without, found none"
+                )
 
     def _check_fit(self, fit: ScenarioFit, run: ScenarioRun) -> None:
         """Raises ValueError where the run that is fitted uses none of the paths that are."""

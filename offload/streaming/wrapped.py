@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.devices import CpuDevice, Device
+from offload.devices.opening import is_process_memory
 from offload.errors import StoreError
 from offload.layout import ModelLayout
 from offload.memory import Budget, trim_heap
@@ -131,7 +132,9 @@ class WrappedModel:
         if stored is not None:
             self.require_layout(stored)
         self.plan, self.device_plan = arrangement.host, arrangement.device
-        arrangement.require_fit(self.options.beside)
+        arrangement.require_fit(
+            self.options.beside, is_process_memory=is_process_memory(self.device.kind)
+        )
         log_wide(arrangement)
         log_strided(discovered)
         for unit in discovered.units:

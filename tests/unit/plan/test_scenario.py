@@ -238,6 +238,22 @@ def test_what_a_run_cannot_be_is_refused(run, message):
         scenario(run, machine=TWO)
 
 
+@pytest.mark.parametrize(
+    ("machine", "run", "message"),
+    [
+        ({"gpus": 0, "device_memory": 1 << 30}, {}, "`machine.device_memory`: expected a GPU"),
+        ({"gpus": 0, "link_bytes_per_s": 1e9}, {}, "`machine.link_bytes_per_s`: expected a GPU"),
+        ({}, {"tokens": 4}, r"`runs.run 0.tokens`: expected `machine.flops_per_s`"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(machine, run, message):
+    with pytest.raises(ValueError, match=message):
+        scenario(run, machine=machine)
+
+    used = {"gpus": 0, "flops_per_s": 1e12} | {k: v for k, v in machine.items() if k != "gpus"}
+    scenario(run | {"gpus": 1}, machine=used)
+
+
 def test_what_some_paths_cannot_be_is_refused():
     with pytest.raises(ValueError, match="expected one or two for system `mlp-like`"):
         scenario({"system": "mlp-like"}, machine=THREE)
