@@ -8,8 +8,8 @@ The I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half a
 a cache holds 0, 0.2 and 0.5 of the records; their bound is of the rates that the emulation keeps,
 as it paces the engine's own calls and no other program's. With `--throttled` the kernel gives two
 loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
-is. Then fio, for the drive with its best setting of a sweep, and a copy past the caches measure
-between any two steps. Prints one JSON object.
+is. Then fio, for the drive with its best setting of a sweep, reads one file and writes another
+between any two steps, and a copy past the caches measures memory. Prints one JSON object.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from fio import FioSetting
-from fio_rates import best_setting, fio_rates, laid_out
+from fio_rates import best_setting, laid_out, one_way, with_both_ways
 from termination import exits_on_sigterm
 from throttled_paths import throttled
 
@@ -39,8 +39,10 @@ from offload.storage.faults import FaultPlan
 MB = 10**6
 MIB = 1 << 20
 RATES = (400, 200)
-RAW_FIO_BYTES = 1536 * MIB
 THROTTLED_FIO_BYTES = 128 * MIB
+THROTTLED_FIO_MS = 600
+RAW_FIO_MS = 1500
+"""About as long as a step."""
 
 
 def main():
@@ -50,7 +52,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="Of the emulated rates.")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.2, 0.5])
-    parser.add_argument("--fio-ms", type=int, default=600, help="Of each of fio's measurements.")
+    parser.add_argument("--fio-ms", type=int, help="Of each of fio's measurements.")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--throttled", action="store_true", help="Loop devices, against fio.")
     kind.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
@@ -76,12 +78,23 @@ def measure_kind(arguments):
         size_bytes = int(arguments.parameters * 22) + 1000 * MIB
         with throttled(arguments.directory.absolute(), rates, size_bytes=size_bytes) as paths:
             mounts = [path.mount for path in paths]
-            return against_fio(mounts, arguments, setting=FioSetting(), size=THROTTLED_FIO_BYTES)
+            with all_laid_out(mounts, size=THROTTLED_FIO_BYTES) as files:
+                ms = arguments.fio_ms or THROTTLED_FIO_MS
+                return against_fio(files, arguments, setting=FioSetting(), ms=ms)
     with work_directories(arguments.directory) as paths:
         if not arguments.raw:
             return emulated(paths, arguments)
-        setting = best_setting(paths[0], size=RAW_FIO_BYTES)
-        return against_fio(paths[:1], arguments, setting=setting, size=RAW_FIO_BYTES)
+        # As many bytes as a version of the state has: what caches below keep of it, they keep here.
+        state_bytes = max(round(arguments.parameters * 10 / MIB), 64) * MIB
+        with all_laid_out(paths[:1], size=state_bytes) as files:
+            setting = best_setting(files[0])
+            return against_fio(files, arguments, setting=setting, ms=arguments.fio_ms or RAW_FIO_MS)
+
+
+@contextlib.contextmanager
+def all_laid_out(paths, *, size):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(laid_out(path, size=size)) for path in paths]
 
 
 @contextlib.contextmanager
@@ -120,27 +133,41 @@ def emulated(paths, arguments):
     return found
 
 
-def against_fio(paths, arguments, *, setting, size):
+def against_fio(files, arguments, *, setting, ms):
     """Each step against what fio and the memory gave right before it and right after it."""
     found = {"fio_setting": str(setting)}
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(laid_out(path, size=size)) for path in paths]
-
-        def machine_now():
-            ms = arguments.fio_ms
-            return memory_of(fio_rates(file, setting=setting, size=size, ms=ms) for file in files)
-
-        for share in arguments.shares:
-            machines = [machine_now()]
-            report = measure(
-                paths,
-                arguments,
-                share,
-                machine=machines[0],
-                on_step=lambda *_, machines=machines: machines.append(machine_now()),
-            )
-            found[f"f = {share}"] = figures(report) | by_step(report, machines)
+    paths = [each.read.parent for each in files]
+    for share in arguments.shares:
+        fio = FioInTurns(files, setting=setting, ms=ms)
+        machines = [fio.machine_now()]
+        report = measure(
+            paths,
+            arguments,
+            share,
+            machine=machines[0],
+            on_step=lambda *_, fio=fio, machines=machines: machines.append(fio.machine_now()),
+        )
+        found[f"f = {share}"] = figures(report) | by_step(report, machines)
     return found
+
+
+class FioInTurns:
+    """Measures each direction alone once, then both at once whenever asked."""
+
+    def __init__(self, files, *, setting, ms):
+        self._files = list(files)
+        self._options = {"setting": setting, "ms": ms}
+        self._alone = [
+            tuple(one_way(each, rw, **self._options) for rw in ("read", "write")) for each in files
+        ]
+
+    def machine_now(self):
+        rates = [
+            with_both_ways(each, alone, **self._options)
+            for each, alone in zip(self._files, self._alone, strict=True)
+        ]
+        self._files = [each.swapped() for each in self._files]
+        return memory_of(rates)
 
 
 def by_step(report, machines):
@@ -156,6 +183,9 @@ def by_step(report, machines):
         "update_bound_s": statistics.median(bounds_s),
         "update_achieved_over_bound": statistics.median(ratios),
         "by_step": [round(each, 3) for each in ratios],
+        "each_way_mb_per_s_by_step": [
+            round((step.read_bytes + step.write_bytes) / 2 / step.update_s / MB) for step in steps
+        ],
         "fio": [[rates_of(path) for path in machine.paths] for machine in machines],
     }
 

@@ -272,7 +272,7 @@ class DeferredUpdates:
         self._wait(handed.done, is_counted=asks)
 
     def _wait(self, is_reached: Callable[[], bool], *, is_counted: bool = True) -> float:
-        started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+        started_s, io_before = time.perf_counter(), self._pipeline.io_waits()
         self._pipeline.wake()  # it may wait for another record's transfers
         with self._changed:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
@@ -280,7 +280,7 @@ class DeferredUpdates:
             self.raise_failure()
         if not is_counted:
             return 0.0
-        return self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+        return self.waits.add(self._pipeline, started_s=started_s, io_before=io_before)
 
     # In the thread of the updates.
 

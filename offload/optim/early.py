@@ -148,10 +148,9 @@ class EarlyUpdates:
         return frozenset(taken)
 
     def applied_to(self, name: str) -> ParameterUpdate | None:
-        """Returns what was applied to a parameter, where something was."""
-        return next(
-            (self._applied[i][name] for i in self._records_of[name] if i in self._applied), None
-        )
+        """Returns what was applied to a parameter, where something was; an empty one has none."""
+        records = self._records_of.get(name, ())
+        return next((self._applied[i][name] for i in records if i in self._applied), None)
 
     def drop(self) -> None:
         """Gives everything up, and forgets what failed."""
@@ -216,9 +215,9 @@ class EarlyUpdates:
         with self._changed:
             if is_reached() or self._failure is not None:
                 return
-            started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+            started_s, io_before = time.perf_counter(), self._pipeline.io_waits()
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
-        self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+        self.waits.add(self._pipeline, started_s=started_s, io_before=io_before)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -29,7 +29,10 @@ class PendingUpdate:
         self._slotted = [Ticket() for _ in work.units]
         self._may_begin = [Ticket() for _ in work.records]
         self._taken: set[int] = set()
-        self._needed: set[int] = set()
+        self._held: list[int] = []
+        """Taken ones whose pass nobody has hurried yet."""
+        self._missing: set[int] = set()
+        """Needed ones that are not taken."""
         self._records_of: list[list[int]] = [[] for _ in work.units]
         self._needs: list[list[Ticket]] = [[] for _ in work.units]
         for index, record in enumerate(work.records):
@@ -43,6 +46,8 @@ class PendingUpdate:
     def on_taken(self, index: int) -> None:
         """Says that a record has a place in the window."""
         self._taken.add(index)
+        self._held.append(index)
+        self._missing.discard(index)
         self._hurry()
 
     def on_computed(self, index: int) -> None:
@@ -73,14 +78,15 @@ class PendingUpdate:
 
     def need(self, unit: int) -> None:
         """Says that the forward waits for a unit now."""
-        self._needed.update(self._records_of[unit])
+        self._missing.update(i for i in self._records_of[unit] if i not in self._taken)
         self._hurry()
 
     def _hurry(self) -> None:
         """Lets no record keep its place for want of a slot while one that is needed has none."""
-        if not self._needed <= self._taken:
-            for index in self._taken:
+        if self._missing:
+            for index in self._held:
                 self._let_begin(index)
+            self._held.clear()
 
     def _let_begin(self, index: int) -> None:
         if not self._may_begin[index].is_done:

@@ -36,8 +36,9 @@ class Heartbeat:
         """Begins to touch the file."""
         if self._thread is None:
             self._ended.clear()
-            self._thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Ends the thread."""

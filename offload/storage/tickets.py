@@ -74,6 +74,18 @@ class StoreTicket:
                 return move.path_index
         return None
 
+    def wait_part(self) -> bool:
+        """Waits for the transfer whose path `waits_for` names, and raises nothing of it.
+
+        Returns:
+            False if there is none, and `wait` has no transfer left to wait for.
+        """
+        for ticket in self._tickets:
+            if not ticket.done():
+                self._wait_quietly(ticket, None)
+                return True
+        return False
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until all transfers are over.
 

@@ -448,7 +448,7 @@ class Residency:
             raise
 
     def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
-        """Waits for transfers, and counts each wait as one for what it was for.
+        """Waits for transfers, and counts each part of a wait as one for what it was for.
 
         Those for updates are counted where these run.
         """
@@ -457,10 +457,14 @@ class Residency:
         for transfer in transfers:
             if isinstance(transfer, HandedOver):
                 continue
-            waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
-            transfer.wait()
-            duration_s = time.perf_counter() - started_s
-            waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
+            is_left = True
+            while is_left:
+                waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
+                is_left = self._tier.wait_part([transfer])
+                if not is_left:
+                    transfer.wait()
+                duration_s = time.perf_counter() - started_s
+                waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
         self.counters.io_wait_s += sum(waited_s.values())
         if self._stalls is not None:
             for waits_for, duration_s in waited_s.items():

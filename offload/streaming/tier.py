@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -59,6 +60,10 @@ class StoredUnits:
             if isinstance(transfer, StoreTicket) and (path := transfer.waits_for()) is not None:
                 return path_label(self._store.roots[path])
         return CHECKSUM
+
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Waits for one path of the first transfer that is in flight, False if none is."""
+        return any(isinstance(each, StoreTicket) and each.wait_part() for each in transfers)
 
     @property
     def granule_bytes(self) -> int:
@@ -193,6 +198,11 @@ class HostUnits:
         del transfers
         return LINK
 
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Returns False: copies have no parts."""
+        del transfers
+        return False
+
     @property
     def granule_bytes(self) -> int:
         """The smallest part that is worth a copy."""
@@ -319,6 +329,15 @@ class StagedUnits:
                 return self._stored.waits_for(transfer.reads)
         return LINK
 
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Waits for one path of the first read, or for its checksums, False where all are read."""
+        for transfer in transfers:
+            if isinstance(transfer, _StagedRead) and not transfer.is_read():
+                if not self._stored.wait_part(transfer.reads):
+                    transfer.wait_read()
+                return True
+        return False
+
     def can_prefetch(self) -> bool:
         """Returns whether a staging slot is free."""
         self._reap()
@@ -411,6 +430,10 @@ class _StagedRead:
     def is_read(self) -> bool:
         """Returns whether the bytes are in host memory."""
         return self._copy.done()
+
+    def wait_read(self) -> None:
+        """Waits until the bytes are in host memory; does not raise what the read gave."""
+        futures.wait([self._copy])
 
     def wait(self) -> None:
         """Waits until computing may follow, or raises what the read gave."""
