@@ -12,6 +12,11 @@ from offload.plan.machine import PathRates
 BLOCKS = ("512k", "1m", "4m")
 DEPTHS = (8, 16, 64)
 ENGINES = ("libaio", "io_uring")
+MOST_BYTES = 64 << 20
+"""In flight each way: more gains nothing, and the engine's window would have twice as much."""
+RAMP_MS = 300
+"""Before each measurement: what throttles a path lets it catch up for a tenth of a second after a
+pause, and no step goes on at such a rate."""
 SWEEP_MS = 400
 
 
@@ -38,6 +43,7 @@ def best_setting(files, *, ms=SWEEP_MS):
         FioSetting(engine=engine, block=block, depth=depth)
         for engine, block, depth in product(ENGINES, BLOCKS, DEPTHS)
     ]
+    settings = [each for each in settings if each.block_bytes * each.depth <= MOST_BYTES]
     found = {each: sum(both_ways(files, each, ms=ms)) for each in settings}
     finalists = sorted(settings, key=found.__getitem__, reverse=True)[:4]
     for _, setting in product(range(3), finalists):
@@ -83,7 +89,7 @@ def both_ways(files, setting, *, ms):
 
 
 def timed(ms):
-    return ("--time_based", f"--runtime={ms}ms")
+    return ("--time_based", f"--runtime={ms}ms", f"--ramp_time={RAMP_MS}ms")
 
 
 def bandwidth(job, rw):

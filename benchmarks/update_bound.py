@@ -8,21 +8,24 @@ The I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half a
 a cache holds 0, 0.2 and 0.5 of the records; their bound is of the rates that the emulation keeps,
 as it paces the engine's own calls and no other program's. With `--throttled` the kernel gives two
 loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
-is. Then fio, for the drive with its best setting of a sweep, reads one file and writes another
-between any two steps, and a copy past the caches measures memory. Prints one JSON object.
+is. Then fio reads one file and writes another between any two steps, for the drive with its best
+setting of a sweep, whose block size and depth the engine has there too, and a copy past the caches
+measures memory. Prints one JSON object.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fio import FioSetting
-from fio_rates import best_setting, laid_out, one_way, with_both_ways
+from fio_rates import SWEEP_MS, best_setting, laid_out, one_way, with_both_ways
 from termination import exits_on_sigterm
 from throttled_paths import throttled
 
@@ -32,9 +35,12 @@ from offload.bench.update_options import UpdateOptions, made_up_layout
 from offload.optim.kernels import load_kernels
 from offload.plan.host_cut import plan_host
 from offload.plan.machine import Machine, PathRates
-from offload.plan.window import WINDOW_BYTES
+from offload.plan.machine_profile import VARIABLE, MachineProfile, PathProfile, read_profile
+from offload.plan.window import WINDOW_BYTES, window_bytes_for
 from offload.runs.probe import ProbeSize, probe_update
+from offload.storage.engine import Engine
 from offload.storage.faults import FaultPlan
+from offload.storage.measured import measured_settings
 
 MB = 10**6
 MIB = 1 << 20
@@ -61,11 +67,12 @@ def main():
     parser.add_argument(
         "--overlap", choices=("none", "forward", "backward", "both"), default="none"
     )
-    parser.add_argument("--window", type=int, default=64, help="MiB of records in flight.")
+    parser.add_argument("--window", type=int, help="MiB of records in flight; else as of runs.")
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.overlap != "none":
         arguments.order = "resident"
+    os.environ[VARIABLE] = ""  # what is known of the drive is no property of paths made on it
     with exits_on_sigterm():
         measured = measure_kind(arguments)
     json.dump({"parameters": int(arguments.parameters), **measured}, sys.stdout, indent=2)
@@ -87,8 +94,37 @@ def measure_kind(arguments):
         # As many bytes as a version of the state has: what caches below keep of it, they keep here.
         state_bytes = max(round(arguments.parameters * 10 / MIB), 64) * MIB
         with all_laid_out(paths[:1], size=state_bytes) as files:
-            setting = best_setting(files[0])
-            return against_fio(files, arguments, setting=setting, ms=arguments.fio_ms or RAW_FIO_MS)
+            ms = arguments.fio_ms or RAW_FIO_MS
+            setting = best_setting(files[0], ms=min(ms, SWEEP_MS))
+            with settings_of_fio(files[0], setting, ms=ms):
+                return against_fio(files, arguments, setting=setting, ms=ms)
+
+
+@contextlib.contextmanager
+def settings_of_fio(files, setting, *, ms):
+    """Has the engine take fio's block size, and as many requests of both directions together."""
+    rates = FioInTurns([files], setting=setting, ms=ms).rates_now()[0]
+    with Engine() as engine:
+        backend = engine.name
+    measured = PathProfile(
+        path=rates.path,
+        backend=backend,
+        block_bytes=setting.block_bytes,
+        queue_depth=2 * setting.depth,
+        direct=True,
+        read_bytes_per_s=rates.read_bytes_per_s,
+        write_bytes_per_s=rates.write_bytes_per_s,
+        mixed_bytes_per_s=rates.mixed_bytes_per_s,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(MachineProfile(paths=(measured,)).to_toml())
+        file.flush()
+        os.environ[VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            os.environ[VARIABLE] = ""
 
 
 @contextlib.contextmanager
@@ -135,7 +171,7 @@ def emulated(paths, arguments):
 
 def against_fio(files, arguments, *, setting, ms):
     """Each step against what fio and the memory gave right before it and right after it."""
-    found = {"fio_setting": str(setting)}
+    found = {"fio_setting": str(setting), "engine_settings": engine_settings(files)}
     paths = [each.read.parent for each in files]
     for share in arguments.shares:
         fio = FioInTurns(files, setting=setting, ms=ms)
@@ -151,6 +187,15 @@ def against_fio(files, arguments, *, setting, ms):
     return found
 
 
+def engine_settings(files):
+    found = [measured_settings(each.read.parent) for each in files]
+    return [
+        f"{each.backend}, {each.block_bytes >> 20} MiB x {each.queue_depth}"
+        for settings in found
+        for each in settings
+    ]
+
+
 class FioInTurns:
     """Measures each direction alone once, then both at once whenever asked."""
 
@@ -161,13 +206,16 @@ class FioInTurns:
             tuple(one_way(each, rw, **self._options) for rw in ("read", "write")) for each in files
         ]
 
-    def machine_now(self):
+    def rates_now(self):
         rates = [
             with_both_ways(each, alone, **self._options)
             for each, alone in zip(self._files, self._alone, strict=True)
         ]
         self._files = [each.swapped() for each in self._files]
-        return memory_of(rates)
+        return rates
+
+    def machine_now(self):
+        return memory_of(self.rates_now())
 
 
 def by_step(report, machines):
@@ -208,16 +256,18 @@ def rates_of(rates):
 def measure(paths, arguments, share, *, machine, faults=(), on_step=None):
     parameters = int(arguments.parameters)
     order = arguments.order if share or arguments.overlap != "none" else "sequential"
+    window = None if arguments.window is None else arguments.window * MIB
+    window_bytes = window_bytes_for(window, paths, read_profile())
     return bench_update(
         UpdateOptions(
             parameters=parameters,
             paths=paths,
-            host_memory_bytes=memory_for(parameters, share, window_bytes=arguments.window * MIB),
+            host_memory_bytes=memory_for(parameters, share, window_bytes=window_bytes),
             order=order,
             striping=arguments.striping,
             overlap=arguments.overlap,
             compute_s=arguments.compute_s,
-            window_bytes=arguments.window * MIB,
+            window_bytes=window_bytes,
             steps=arguments.steps,
             machine=machine,
             faults=faults,

@@ -32,7 +32,7 @@ def open_gradients(
     kernels: Kernels,
     make_spill: Callable[[int], Spill] | None,
     before_write: Callable[[str], None],
-    on_arrival: Callable[[str], None],
+    on_arrival: Callable[[str], None] | None,
 ) -> "Gradients":
     """Makes the accumulators of a model; see `Gradients`.
 
@@ -46,7 +46,8 @@ def open_gradients(
         kernels: For norms.
         make_spill: Gives spill files for pieces of so many bytes; needed where any are spilled.
         before_write: Called with a parameter's name before its gradient changes.
-        on_arrival: Called with a parameter's name when autograd has accumulated its gradient.
+        on_arrival: Called with a parameter's name when autograd has accumulated its gradient; None:
+            nobody waits for it.
 
     Raises:
         StorageError: The spill files can't be made.

@@ -31,9 +31,10 @@ class Placeholder:
 
     Attributes:
         tensor: Of the parameter's shape and dtype over one element.
+        address: Of the element.
     """
 
-    __slots__ = ("_bits", "_memory", "_page", "tensor")
+    __slots__ = ("_bits", "_memory", "_page", "address", "tensor")
 
     def __init__(self, parameter: torch.Tensor, *, device: torch.device | None = None) -> None:
         where = parameter.device if device is None else device
@@ -47,6 +48,7 @@ class Placeholder:
         else:
             bits = torch.frombuffer(self._page.memory, dtype=torch.uint8, count=len(self._bits))
             self.tensor = _shaped(bits, parameter)
+        self.address = self.tensor.data_ptr()
         self._memory = memory_of(self.element) if is_read_here else None
 
     @property
@@ -79,10 +81,13 @@ def find_written(placeholders: Mapping[str, Placeholder]) -> list[str]:
 
     Reading waits for all that was asked of their device, so it is done once for each dtype.
     """
-    written = [name for name, each in placeholders.items() if each.is_written]
+    written: list[str] = []
     of_dtype: dict[torch.dtype, list[str]] = {}
     for name, each in placeholders.items():
-        if each.is_written is None and each.tensor.numel():
+        is_written = each.is_written
+        if is_written:
+            written.append(name)
+        elif is_written is None and each.tensor.numel():
             of_dtype.setdefault(each.tensor.dtype, []).append(name)
     for dtype, names in of_dtype.items():
         found = torch.stack([placeholders[name].element for name in names]).tolist()

@@ -287,11 +287,12 @@ class StepUpdates:
             StorageError, CorruptStateError: An update failed, which the caller does not know yet.
             StoreError: One failed before.
         """
-        if self.deferred is not None:
+        if self.deferred is not None and self.deferred.failure is not None:
             if not self.deferred.was_raised:
                 self.deferred.raise_failure()
             self.fail(self.deferred.failure)
-        self._require_no_failure("use a parameter")
+        if self.failure is not None:
+            self._require_no_failure("use a parameter")
 
     def note_raised(self, error: BaseException) -> None:
         """Says that the caller gets `error`, which an update may have failed with."""

@@ -384,7 +384,7 @@ class WrappedModel:
             kernels=self._kernels,
             make_spill=self._make_spill,
             before_gradient=self._before_gradient_changes,
-            on_gradient=self._on_gradient,
+            on_gradient=None if self._updates.early is None else self._on_gradient,
         )
         if self._memory.gradients is not None:
             self.counters.spilled = self._memory.gradients.spilled
