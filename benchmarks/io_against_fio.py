@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="--NAME=VALUE",
-        help="one more for fio, as `--fio-option=--iomem=shmhuge` where huge pages are reserved",
+        help="one more for fio, such as `--fio-option=--registerfiles`",
     )
     parser.add_argument("--quick", action="store_true", help="a small sweep: tries the script")
     parser.add_argument("--json", type=Path)
@@ -212,8 +212,11 @@ def run_pair(
 
 def judge(setting: FioSetting, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     rate_ratios = [ours.bytes_per_s / fio.bytes_per_s for fio, ours in pairs]
-    cpu_ratios = [ours.cpu_s_per_gib / fio.cpu_s_per_gib for fio, ours in pairs]
-    rate, cpu = statistics.median(rate_ratios), statistics.median(cpu_ratios)
+    # Of a run of some milliseconds fio may find no CPU time at all.
+    counted = [(fio, ours) for fio, ours in pairs if fio.cpu_s_per_gib]
+    cpu_ratios = [ours.cpu_s_per_gib / fio.cpu_s_per_gib for fio, ours in counted]
+    rate = statistics.median(rate_ratios)
+    cpu = statistics.median(cpu_ratios) if cpu_ratios else None
     return {
         "setting": asdict(setting),
         "pairs": [{"fio": asdict(fio), "ours": asdict(ours)} for fio, ours in pairs],
@@ -224,7 +227,7 @@ def judge(setting: FioSetting, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
         "fio_cpu_s_per_gib": statistics.median(fio.cpu_s_per_gib for fio, _ in pairs),
         "cpu_s_per_gib": statistics.median(ours.cpu_s_per_gib for _, ours in pairs),
         "cpu_ratio_to_fio": cpu,
-        "reached": rate >= MIN_RATE_RATIO and cpu <= MAX_CPU_RATIO,
+        "reached": rate >= MIN_RATE_RATIO and cpu is not None and cpu <= MAX_CPU_RATIO,
     }
 
 
@@ -232,11 +235,13 @@ def report(result: dict[str, Any]) -> None:
     size = format_size(result["size_bytes"])
     for rw, found in result["comparisons"].items():
         low, high = found["ratio_spread"]
+        ratio = found["cpu_ratio_to_fio"]
+        cpu = "not known" if ratio is None else f"{ratio:.2f}"
         show(
             f"{rw} of {size}: fio {found['fio_bytes_per_s'] / 1e9:.2f}, ours "
             f"{found['bytes_per_s'] / 1e9:.2f} GB/s, median ratio {found['ratio_to_fio']:.3f} "
             f"({low:.2f} to {high:.2f}); CPU s/GiB fio {found['fio_cpu_s_per_gib']:.3f}, ours "
-            f"{found['cpu_s_per_gib']:.3f}, ratio {found['cpu_ratio_to_fio']:.2f}; "
+            f"{found['cpu_s_per_gib']:.3f}, ratio {cpu}; "
             f"{'reached' if found['reached'] else 'MISSED'}"
         )
 

@@ -11,10 +11,13 @@ losses are equal bit for bit.
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 from pathlib import Path
+
+from termination import exits_on_sigterm
 
 from offload.config import build_config
 from offload.plan.machine import Machine, PathRates
@@ -36,7 +39,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parameters", choices=("host", "storage"), default="host")
     arguments = parser.parse_args()
-    json.dump(compare(arguments), sys.stdout, indent=2)
+    with exits_on_sigterm():
+        found = compare(arguments)
+    json.dump(found, sys.stdout, indent=2)
     print()
 
 
@@ -84,6 +89,8 @@ def train(arguments, *, overlap="none", rate=None, offload=True, steps=None):
         runs.probe_run = lambda *args: limited(original(*args), rate)
     try:
         result = run_training(configured(arguments, root, overlap, rate, offload, steps))
+        if result.stopped_by is not None:  # a shortened run says nothing, and no other follows
+            sys.exit(128 + signal.Signals[result.stopped_by])
     finally:
         runs.probe_run = original
         shutil.rmtree(root, ignore_errors=True)

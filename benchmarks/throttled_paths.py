@@ -23,6 +23,7 @@ from termination import exits_on_sigterm
 from offload.bench.update import bench_update
 from offload.bench.update_options import UpdateOptions
 from offload.plan.machine import Machine, PathRates
+from offload.plan.machine_profile import VARIABLE
 
 MB = 10**6
 CGROUP_V1 = Path("/sys/fs/cgroup/blkio")
@@ -82,6 +83,7 @@ def run(*command):
 @contextlib.contextmanager
 def throttled(directory, rates, *, size_bytes):
     """Yields paths of these rates in MB/s; this process is throttled while they are there."""
+    os.environ[VARIABLE] = ""  # what is known of the drive is no property of paths made on it
     with exits_on_sigterm(), _throttled(directory, rates, size_bytes=size_bytes) as paths:
         yield paths
 

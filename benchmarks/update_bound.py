@@ -8,21 +8,24 @@ The I/O engine's fault backend gives two paths 400 and 200 MB/s each way, half a
 a cache holds 0, 0.2 and 0.5 of the records; their bound is of the rates that the emulation keeps,
 as it paces the engine's own calls and no other program's. With `--throttled` the kernel gives two
 loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
-is. Then fio, for the drive with its best setting of a sweep, and a copy past the caches measure
-between any two steps. Prints one JSON object.
+is. Then fio reads one file and writes another between any two steps, for the drive with its best
+setting of a sweep, whose block size and depth the engine has there too, and a copy past the caches
+measures memory. Prints one JSON object.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fio import FioSetting
-from fio_rates import best_setting, fio_rates, laid_out
+from fio_rates import SWEEP_MS, best_setting, laid_out, one_way, with_both_ways
 from termination import exits_on_sigterm
 from throttled_paths import throttled
 
@@ -32,15 +35,20 @@ from offload.bench.update_options import UpdateOptions, made_up_layout
 from offload.optim.kernels import load_kernels
 from offload.plan.host import plan_host
 from offload.plan.machine import Machine, PathRates
-from offload.plan.window import WINDOW_BYTES
+from offload.plan.machine_profile import VARIABLE, MachineProfile, PathProfile, read_profile
+from offload.plan.window import WINDOW_BYTES, window_bytes_for
 from offload.runs.probe import ProbeSize, probe_update
+from offload.storage.engine import Engine
 from offload.storage.faults import FaultPlan
+from offload.storage.measured import measured_settings
 
 MB = 10**6
 MIB = 1 << 20
 RATES = (400, 200)
-RAW_FIO_BYTES = 1536 * MIB
 THROTTLED_FIO_BYTES = 128 * MIB
+THROTTLED_FIO_MS = 600
+RAW_FIO_MS = 1500
+"""About as long as a step."""
 
 
 def main():
@@ -50,7 +58,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="Of the emulated rates.")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.2, 0.5])
-    parser.add_argument("--fio-ms", type=int, default=600, help="Of each of fio's measurements.")
+    parser.add_argument("--fio-ms", type=int, help="Of each of fio's measurements.")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--throttled", action="store_true", help="Loop devices, against fio.")
     kind.add_argument("--raw", action="store_true", help="The drive as it is, against fio.")
@@ -59,11 +67,12 @@ def main():
     parser.add_argument(
         "--overlap", choices=("none", "forward", "backward", "both"), default="none"
     )
-    parser.add_argument("--window", type=int, default=64, help="MiB of records in flight.")
+    parser.add_argument("--window", type=int, help="MiB of records in flight; else as of runs.")
     parser.add_argument("--compute-s", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.overlap != "none":
         arguments.order = "resident"
+    os.environ[VARIABLE] = ""  # what is known of the drive is no property of paths made on it
     with exits_on_sigterm():
         measured = measure_kind(arguments)
     json.dump({"parameters": int(arguments.parameters), **measured}, sys.stdout, indent=2)
@@ -76,12 +85,52 @@ def measure_kind(arguments):
         size_bytes = int(arguments.parameters * 22) + 1000 * MIB
         with throttled(arguments.directory.absolute(), rates, size_bytes=size_bytes) as paths:
             mounts = [path.mount for path in paths]
-            return against_fio(mounts, arguments, setting=FioSetting(), size=THROTTLED_FIO_BYTES)
+            with all_laid_out(mounts, size=THROTTLED_FIO_BYTES) as files:
+                ms = arguments.fio_ms or THROTTLED_FIO_MS
+                return against_fio(files, arguments, setting=FioSetting(), ms=ms)
     with work_directories(arguments.directory) as paths:
         if not arguments.raw:
             return emulated(paths, arguments)
-        setting = best_setting(paths[0], size=RAW_FIO_BYTES)
-        return against_fio(paths[:1], arguments, setting=setting, size=RAW_FIO_BYTES)
+        # As many bytes as a version of the state has: what caches below keep of it, they keep here.
+        state_bytes = max(round(arguments.parameters * 10 / MIB), 64) * MIB
+        with all_laid_out(paths[:1], size=state_bytes) as files:
+            ms = arguments.fio_ms or RAW_FIO_MS
+            setting = best_setting(files[0], ms=min(ms, SWEEP_MS))
+            with settings_of_fio(files[0], setting, ms=ms):
+                return against_fio(files, arguments, setting=setting, ms=ms)
+
+
+@contextlib.contextmanager
+def settings_of_fio(files, setting, *, ms):
+    """Has the engine take fio's block size, and as many requests of both directions together."""
+    rates = FioInTurns([files], setting=setting, ms=ms).rates_now()[0]
+    with Engine() as engine:
+        backend = engine.name
+    measured = PathProfile(
+        path=rates.path,
+        backend=backend,
+        block_bytes=setting.block_bytes,
+        queue_depth=2 * setting.depth,
+        direct=True,
+        read_bytes_per_s=rates.read_bytes_per_s,
+        write_bytes_per_s=rates.write_bytes_per_s,
+        mixed_bytes_per_s=rates.mixed_bytes_per_s,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(MachineProfile(paths=(measured,)).to_toml())
+        file.flush()
+        os.environ[VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            os.environ[VARIABLE] = ""
+
+
+@contextlib.contextmanager
+def all_laid_out(paths, *, size):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(laid_out(path, size=size)) for path in paths]
 
 
 @contextlib.contextmanager
@@ -120,27 +169,53 @@ def emulated(paths, arguments):
     return found
 
 
-def against_fio(paths, arguments, *, setting, size):
+def against_fio(files, arguments, *, setting, ms):
     """Each step against what fio and the memory gave right before it and right after it."""
-    found = {"fio_setting": str(setting)}
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(laid_out(path, size=size)) for path in paths]
-
-        def machine_now():
-            ms = arguments.fio_ms
-            return memory_of(fio_rates(file, setting=setting, size=size, ms=ms) for file in files)
-
-        for share in arguments.shares:
-            machines = [machine_now()]
-            report = measure(
-                paths,
-                arguments,
-                share,
-                machine=machines[0],
-                on_step=lambda *_, machines=machines: machines.append(machine_now()),
-            )
-            found[f"f = {share}"] = figures(report) | by_step(report, machines)
+    found = {"fio_setting": str(setting), "engine_settings": engine_settings(files)}
+    paths = [each.read.parent for each in files]
+    for share in arguments.shares:
+        fio = FioInTurns(files, setting=setting, ms=ms)
+        machines = [fio.machine_now()]
+        report = measure(
+            paths,
+            arguments,
+            share,
+            machine=machines[0],
+            on_step=lambda *_, fio=fio, machines=machines: machines.append(fio.machine_now()),
+        )
+        found[f"f = {share}"] = figures(report) | by_step(report, machines)
     return found
+
+
+def engine_settings(files):
+    found = [measured_settings(each.read.parent) for each in files]
+    return [
+        f"{each.backend}, {each.block_bytes >> 20} MiB x {each.queue_depth}"
+        for settings in found
+        for each in settings
+    ]
+
+
+class FioInTurns:
+    """Measures each direction alone once, then both at once whenever asked."""
+
+    def __init__(self, files, *, setting, ms):
+        self._files = list(files)
+        self._options = {"setting": setting, "ms": ms}
+        self._alone = [
+            tuple(one_way(each, rw, **self._options) for rw in ("read", "write")) for each in files
+        ]
+
+    def rates_now(self):
+        rates = [
+            with_both_ways(each, alone, **self._options)
+            for each, alone in zip(self._files, self._alone, strict=True)
+        ]
+        self._files = [each.swapped() for each in self._files]
+        return rates
+
+    def machine_now(self):
+        return memory_of(self.rates_now())
 
 
 def by_step(report, machines):
@@ -156,6 +231,9 @@ def by_step(report, machines):
         "update_bound_s": statistics.median(bounds_s),
         "update_achieved_over_bound": statistics.median(ratios),
         "by_step": [round(each, 3) for each in ratios],
+        "each_way_mb_per_s_by_step": [
+            round((step.read_bytes + step.write_bytes) / 2 / step.update_s / MB) for step in steps
+        ],
         "fio": [[rates_of(path) for path in machine.paths] for machine in machines],
     }
 
@@ -178,16 +256,18 @@ def rates_of(rates):
 def measure(paths, arguments, share, *, machine, faults=(), on_step=None):
     parameters = int(arguments.parameters)
     order = arguments.order if share or arguments.overlap != "none" else "sequential"
+    window = None if arguments.window is None else arguments.window * MIB
+    window_bytes = window_bytes_for(window, paths, read_profile())
     return bench_update(
         UpdateOptions(
             parameters=parameters,
             paths=paths,
-            host_memory_bytes=memory_for(parameters, share, window_bytes=arguments.window * MIB),
+            host_memory_bytes=memory_for(parameters, share, window_bytes=window_bytes),
             order=order,
             striping=arguments.striping,
             overlap=arguments.overlap,
             compute_s=arguments.compute_s,
-            window_bytes=arguments.window * MIB,
+            window_bytes=window_bytes,
             steps=arguments.steps,
             machine=machine,
             faults=faults,

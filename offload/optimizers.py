@@ -110,7 +110,11 @@ class StandaloneOptimizer(OffloadOptimizer):
         return self.session.state_digest()
 
     def close(self) -> None:
-        """Closes the store; what was not committed is lost, and parameters keep their values."""
+        """Closes the store; what was not committed is lost, and parameters keep their values.
+
+        After an update that failed these are of two steps, which a warning says: resume from the
+        last commit.
+        """
         self.session.close()
 
     def _planned(self, listed: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:

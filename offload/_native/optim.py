@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import mmap
+import operator
 import os
 import time
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ RULES = ("adamw", "adam", "lion", "sgd", "momentum", "adagrad")
 """Update rules, in the C library's numbering."""
 SCALARS = ("b1", "c1", "b2", "c2", "q", "w", "u", "r", "e", "a", "is_nesterov")
 """The fields of `struct ofl_optim_scalars`, in order."""
+
+
+_scalars_of = operator.attrgetter(*SCALARS)
 
 
 class Range(Protocol):
@@ -56,7 +60,6 @@ class UpdateArrays:
     first: int
     second: int
     num_elements: int
-    scales: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,32 +109,55 @@ def variants() -> tuple[str, ...]:
     return tuple(_name(n) for n in numbers if lib.ofl_optim_variant_runs(n, features))
 
 
-def update(
-    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], *, num_threads: int
-) -> None:
-    """Runs one fused pass; see `ofl_optim_update` in `optim.h`.
+class Pass:
+    """The fused pass over operands that stay where they are; see `ofl_optim_update` in `optim.h`.
 
-    Raises:
-        OSError: An argument is out of range (EINVAL) or the variant does not run here (ENOTSUP).
+    Concurrency: One thread at a time.
     """
-    _update(variant, arrays, ranges, _extension().ffi.NULL, num_threads)
 
+    def __init__(self, variant: str, arrays: UpdateArrays, *, num_threads: int) -> None:
+        self._variant = variant
+        self._arrays = arrays
+        self._num_threads = num_threads
+        self._operands = _operands(arrays)
 
-def measured_update(
-    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], *, num_threads: int
-) -> list[StatisticsRow]:
-    """Runs one fused pass and returns the statistics of each range; see `update`."""
-    found = _extension().ffi.new("struct ofl_optim_statistics[]", len(ranges))
-    _update(variant, arrays, ranges, found, num_threads)
-    return [
-        StatisticsRow(
-            gradient=row.gradient,
-            update=row.update,
-            parameter=row.parameter,
-            num_nonfinite=row.num_nonfinite,
-        )
-        for row in found
-    ]
+    def update(self, ranges: Sequence[Range], *, scales: tuple[float, float]) -> None:
+        """Runs it once over `ranges`.
+
+        Raises:
+            OSError: An argument is out of range (EINVAL) or the variant does not run here
+                (ENOTSUP).
+        """
+        self._run(ranges, scales, _extension().ffi.NULL)
+
+    def measured_update(
+        self, ranges: Sequence[Range], *, scales: tuple[float, float]
+    ) -> list[StatisticsRow]:
+        """Runs it once and returns the statistics of each range; see `update`."""
+        found = _extension().ffi.new("struct ofl_optim_statistics[]", len(ranges))
+        self._run(ranges, scales, found)
+        return [
+            StatisticsRow(
+                gradient=row.gradient,
+                update=row.update,
+                parameter=row.parameter,
+                num_nonfinite=row.num_nonfinite,
+            )
+            for row in found
+        ]
+
+    def _run(self, ranges: Sequence[Range], scales: tuple[float, float], statistics: Any) -> None:
+        ffi, lib = _extension().ffi, _extension().lib
+        rows = [(r.start, r.stop, _scalars_of(r.scalars)) for r in ranges]
+        table = ffi.new("struct ofl_optim_range[]", rows)
+        pool = _pool(self._num_threads, os.getpid())
+        self._operands.scales = scales
+        variant, num_ranges = _number(self._variant), len(rows)
+        result = lib.ofl_optim_update(pool, variant, self._operands, table, num_ranges, statistics)
+        if result < 0:
+            arrays = self._arrays
+            what = f"{arrays.rule} over {arrays.num_elements} elements, variant `{self._variant}`"
+            _raise_if(result, what)
 
 
 def sums_of_squares(
@@ -274,19 +300,6 @@ def _copy_pure(target: mmap.mmap, source: mmap.mmap, _threads: int, _nontemporal
         return (time.perf_counter_ns() - start_ns) / 1e9
 
 
-def _update(
-    variant: str, arrays: UpdateArrays, ranges: Sequence[Range], statistics: Any, num_threads: int
-) -> None:
-    ffi, lib = _extension().ffi, _extension().lib
-    rows = [(r.start, r.stop, [getattr(r.scalars, name) for name in SCALARS]) for r in ranges]
-    table = ffi.new("struct ofl_optim_range[]", rows)
-    pool = _pool(num_threads, os.getpid())
-    operands = _operands(arrays)
-    result = lib.ofl_optim_update(pool, _number(variant), operands, table, len(rows), statistics)
-    what = f"{arrays.rule} over {arrays.num_elements} elements, variant `{variant}`"
-    _raise_if(result, what)
-
-
 def _operands(arrays: UpdateArrays) -> Any:
     ffi = _extension().ffi
     operands = ffi.new("struct ofl_optim_operands *")
@@ -300,7 +313,7 @@ def _operands(arrays: UpdateArrays) -> Any:
     operands.first = ffi.cast("float *", arrays.first)
     operands.second = ffi.cast("float *", arrays.second)
     operands.num_elements = arrays.num_elements
-    operands.scales = arrays.scales
+    operands.scales = (1.0, 1.0)
     return operands
 
 
@@ -323,11 +336,13 @@ def _disabled_features() -> int:
     return mask
 
 
+@functools.cache
 def _name(number: int) -> str:
     extension = _extension()
     return str(extension.ffi.string(extension.lib.ofl_optim_variant_name(number)).decode())
 
 
+@functools.cache
 def _number(variant: str) -> int:
     for number in range(_extension().lib.OFL_OPTIM_NUM_VARIANTS):
         if _name(number) == variant:

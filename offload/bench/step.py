@@ -47,7 +47,7 @@ def bench_step(
                 run_dir=run_dir,
                 progress=on_step,
                 on_notice=on_notice,
-                validates=False,
+                is_kept=False,
             )
             return replace(result, run_dir=None, store=None)
         finally:

@@ -39,6 +39,7 @@ from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.result import ratio, typical_bytes
 from offload.sizes import MIB
 from offload.storage.engine import Engine
+from offload.storage.measured import measured_settings
 
 _LOG = logging.getLogger("offload.bench")
 _NUM_WARM_UP_STEPS = 2
@@ -228,7 +229,8 @@ class _Bench:
         options = self._options
         if options.machine is not None:
             return _first_paths(options.machine, len(options.paths))
-        with Engine() as engine:
+        settings = [each for path in options.paths for each in measured_settings(path)]
+        with Engine(paths=settings) as engine:
             return probe_machine(
                 options.paths,
                 engine=engine,

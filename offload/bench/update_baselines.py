@@ -25,6 +25,7 @@ from typing import Self
 
 import torch
 
+from offload.bench.update_io import engines_of
 from offload.bench.update_options import PathBytes, UpdateOptions, made_up_values
 from offload.layout import DTYPES, ModelLayout, Record, Subgroup
 from offload.memory import Arena
@@ -34,7 +35,7 @@ from offload.optim.scalars import adamw_scalars
 from offload.plan.host import HostPlan
 from offload.policy import resolve_order
 from offload.sizes import round_up
-from offload.storage.engine import Engine, Priority, Ticket
+from offload.storage.engine import Priority, Ticket
 from offload.storage.file import StorageFile, open_file
 from offload.streaming.host_memory import HostMemory
 
@@ -126,7 +127,8 @@ class BaselineUpdates:
 
     def __enter__(self) -> Self:
         with self._stack:
-            self._engines = [self._stack.enter_context(Engine()) for _ in self._roots]
+            engines = engines_of(self._options)
+            self._engines = [self._stack.enter_context(each) for each in engines]
             self._files = [self._open(root) for root in self._roots]
             self._memory = HostMemory(self._plan)
             self._parameters, self._gradients = made_up_values(self._layout, self._memory)

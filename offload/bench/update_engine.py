@@ -1,12 +1,13 @@
 """The engine's own update pipeline on a made-up model."""
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offload.bench.update_io import engines_of
 from offload.bench.update_options import PathBytes, UpdateOptions, made_up_values
 from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
@@ -20,7 +21,6 @@ from offload.optim.window import Window
 from offload.plan.host import HostPlan
 from offload.plan.machine import Machine
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
-from offload.storage.engine import Engine
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
 from offload.storage.store_paths import StorePath
@@ -56,7 +56,8 @@ class EngineUpdates:
         self._order = resolve_order(options.order)
         self._stack = ExitStack()
         self._completed = 0
-        self._digest_bytes = [(0, 0) for _ in roots]
+        # Read and written on each path by digests and commits.
+        self._beside_steps = [(0, 0) for _ in roots]
         self.commit_s: list[float] = []
         overlap = resolve_overlap(options.overlap)
         self._deferred = DeferredUpdates(overlap, StallAccount()) if overlap else None
@@ -69,7 +70,7 @@ class EngineUpdates:
 
     def __enter__(self) -> Self:
         with self._stack:
-            engines = [self._stack.enter_context(each) for each in self._engines()]
+            engines = [self._stack.enter_context(each) for each in engines_of(self._options)]
             paths = [
                 StorePath(root=root, nominal_bytes_per_s=rates.mixed_bytes_per_s)
                 for root, rates in zip(self._roots, self._machine.paths, strict=True)
@@ -196,8 +197,9 @@ class EngineUpdates:
         if every and step % every == 0:
             started_s = time.perf_counter()
             self.finish()
-            self._write_cached()
-            self._store.commit({"bench": step})
+            with self._beside():
+                self._write_cached()
+                self._store.commit({"bench": step})
             self.commit_s.append(time.perf_counter() - started_s)
 
     @property
@@ -215,14 +217,8 @@ class EngineUpdates:
         """Returns what each path moved so far, or until no update was pending last."""
         return self._moved() if self._moved_by_steps is None else self._moved_by_steps
 
-    def _engines(self) -> list[Engine]:
-        faults = self._options.faults
-        if not faults:
-            return [Engine() for _ in self._roots]
-        return [Engine(backend="fault", faults=plan) for plan in faults]
-
     def _moved(self) -> list[PathBytes]:
-        """Without what digests read."""
+        """Without what digests and commits moved."""
         return [
             PathBytes(
                 path=str(path),
@@ -230,7 +226,7 @@ class EngineUpdates:
                 write_bytes=moved.write_bytes - written,
             )
             for path, moved, (read, written) in zip(
-                self._options.paths, self._store.stats().paths, self._digest_bytes, strict=True
+                self._options.paths, self._store.stats().paths, self._beside_steps, strict=True
             )
         ]
 
@@ -238,13 +234,12 @@ class EngineUpdates:
         """Returns the digest of the state; what it reads counts for nothing."""
         self.finish()
         self._pipeline.drop_prefetched()
-        counted = self._moved()
         cached = {
             record.name: state
             for record in self._layout.records
             if (state := self._window.cached_state(record)) is not None
         }
-        with self._memory.lend_scratch(0, make_room=lambda: None) as scratch:
+        with self._beside(), self._memory.lend_scratch(0, make_room=lambda: None) as scratch:
             reader = StateParts(
                 store=self._store,
                 scratch=scratch,
@@ -252,17 +247,22 @@ class EngineUpdates:
                 records=None,
                 cached=cached,
             )
-            digest = state_digest(
+            return state_digest(
                 self._layout,
                 reader,
                 steps=dict.fromkeys(self._layout.parameters, self._completed),
                 completed_steps=self._completed,
             )
-        self._digest_bytes = [
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Has what is moved in this context count for no step."""
+        counted = self._moved()
+        yield
+        self._beside_steps = [
             (stats.read_bytes - path.read_bytes, stats.write_bytes - path.write_bytes)
             for path, stats in zip(counted, self._store.stats().paths, strict=True)
         ]
-        return digest
 
     def _write_cached(self) -> None:
         tickets = [

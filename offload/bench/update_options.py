@@ -11,7 +11,6 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.plan.machine import Machine
-from offload.plan.window import WINDOW_BYTES
 from offload.policy import resolve_order, resolve_overlap, resolve_striping
 from offload.storage.faults import FaultPlan
 from offload.streaming.host_memory import HostMemory
@@ -46,8 +45,8 @@ class UpdateOptions:
     """Measured, after two that are not."""
     commit_every: int = 0
     """Steps between commits; 0: none."""
-    window_bytes: int = WINDOW_BYTES
-    """Of records that are read, updated and written at one time, at most."""
+    window_bytes: int | None = None
+    """Of records that are read, updated and written at one time, at most; None: as of a run."""
     machine: Machine | None = None
     """Rates that are known already; None: they are measured before and after."""
     faults: Sequence[FaultPlan] = ()

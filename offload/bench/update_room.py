@@ -10,7 +10,9 @@ from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made
 from offload.errors import PlanError
 from offload.memory import usable_memory
 from offload.plan.host import HostPlan, plan_host
+from offload.plan.machine_profile import read_profile
 from offload.plan.storage import StoragePath, usable_bytes
+from offload.plan.window import window_bytes_for
 from offload.policy import resolve_order
 from offload.sizes import MIB, format_size
 
@@ -31,7 +33,7 @@ def host_plan(options: UpdateOptions) -> HostPlan:
         parameters="host",
         optimizer="storage",
         keeps_records=_keeps_records(options),
-        window_bytes=options.window_bytes,
+        window_bytes=window_bytes_for(options.window_bytes, options.paths, read_profile()),
     )
 
 

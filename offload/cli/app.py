@@ -359,7 +359,7 @@ def step(
     from offload.cli.tables import render_train
 
     _import_beside(context, config, settings)
-    progress = PrintedSteps(output.progress_console())
+    progress = PrintedSteps(output.progress_console(), has_file=False)
     result = bench_step(
         settings,
         on_step=progress,

@@ -34,8 +34,15 @@ class PrintedSteps:
     A run does not end because nobody reads these: it says so once, and goes on.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, has_file: bool = True) -> None:
+        """Stores its arguments.
+
+        Args:
+            console: Where they are printed.
+            has_file: Whether the run writes them to its `metrics.jsonl` too.
+        """
         self._console = console
+        self._has_file = has_file
         self._has_header = False
         self._is_read = True
 
@@ -59,9 +66,11 @@ class PrintedSteps:
             self._is_read = False
             discard(self._console.file)
             _LOG.warning(
-                "the lines of steps can't be printed any more (%s): the run goes on, and its "
-                "`metrics.jsonl` has them",
+                "the lines of steps can't be printed any more (%s): the run goes on, and %s",
                 error.strerror or error,
+                "its `metrics.jsonl` has them"
+                if self._has_file
+                else "its result has their medians",
             )
 
 

@@ -31,8 +31,9 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Rate = Annotated[float, BeforeValidator(_as_float), Field(gt=0)]
-"""Something per second."""
+Rate = Annotated[float, BeforeValidator(_as_float), Field(ge=1, le=1e24)]
+"""Something per second. Times of all that may be asked for stay finite."""
+Seconds = Annotated[float, BeforeValidator(_as_float), Field(ge=1e-9, le=1e18)]
 Number = Annotated[float, BeforeValidator(_as_float), Field(ge=1, le=1e16)]
 """Of parameters."""
 Share = Annotated[float, BeforeValidator(_as_float), Field(ge=0, le=1)]
@@ -41,6 +42,13 @@ SUBGROUP_PARAMETERS = 100_000_000
 """Of a baseline's subgroups by default, as DeepSpeed's example configurations set it."""
 _MOST_RECORDS = 100_000
 """Of a simulated model: a step of more would take minutes to simulate."""
+_MOST_USES = 100_000
+"""Of units in the forward passes of a simulated step, likewise."""
+_MOST_OF_A_KIND = 1_000_000
+"""Of what a scenario counts."""
+Few = Annotated[Count, Field(le=_MOST_OF_A_KIND)]
+FewOrNone = Annotated[CountOrZero, Field(le=_MOST_OF_A_KIND)]
+Tokens = Annotated[CountOrZero, Field(le=10**15)]
 
 
 class ScenarioPath(Section):
@@ -63,7 +71,7 @@ class ScenarioPath(Section):
 class ScenarioMachine(Section):
     """One node; all nodes are equal."""
 
-    gpus: CountOrZero = 0
+    gpus: FewOrNone = 0
     """0: passes run on the cores that update."""
     device_memory: Size | None = None
     """Of each GPU; None: not asked about."""
@@ -86,7 +94,7 @@ class ScenarioFit(Section):
 
     run: str
     """The name of the run."""
-    update_s: Rate
+    update_s: Seconds
     """Its measured update."""
     paths: Annotated[Names, Field(min_length=1)]
     """Which rates are scaled, all by one factor."""
@@ -105,7 +113,7 @@ class ScenarioPolicy(Section):
     """What updates run under."""
     striping: StripingName = "adaptive"
     """How blocks are spread over paths."""
-    prefetch: CountOrZero = 2
+    prefetch: FewOrNone = 2
     """Units fetched ahead of use."""
 
     @model_validator(mode="before")
@@ -142,15 +150,15 @@ class ScenarioRun(Section):
     """Trainable bf16 parameters of each node's share of the model."""
     layers: Annotated[int, Field(gt=0, le=100_000)] = 32
     """Decoder blocks, all alike."""
-    nodes: Count = 1
+    nodes: Few = 1
     """How many share what is shared."""
-    gpus: CountOrZero | None = None
+    gpus: FewOrNone | None = None
     """Of each node; None: the machine's."""
     paths: Names = ()
     """Which of the machine's are used; empty: all."""
-    tokens: CountOrZero = 0
+    tokens: Tokens = 0
     """Of a node in each micro-step."""
-    micro_steps: Count = 1
+    micro_steps: Few = 1
     """Forward and backward passes in each step."""
     host_budget: Size | None = None
     """What the engine may use of a node's memory; the cache is what is left."""
@@ -162,7 +170,7 @@ class ScenarioRun(Section):
     """Of one record; None: 100 million for a baseline, the engine's own for the engine."""
     policy: ScenarioPolicy = ScenarioPolicy()
     """Of the engine."""
-    published_update_s: Rate | None = None
+    published_update_s: Seconds | None = None
     """What was measured and published, to compare with."""
     like: str | None = None
     """The name of a run whose step this one's is compared with."""
@@ -193,13 +201,18 @@ class ScenarioRun(Section):
             raise ValueError(f"expected no `{given[0]}` with {found}, which finds nothing in it")
 
     def _check_records(self) -> None:
+        if self.layers * self.micro_steps > _MOST_USES:
+            raise ValueError(
+                f"expected `layers` times `micro_steps` to be at most {_MOST_USES}, found "
+                f"{self.layers * self.micro_steps}"
+            )
         subgroup = self.subgroup_parameters
         if subgroup is None and self.system != "engine":
             subgroup = SUBGROUP_PARAMETERS
         if subgroup is not None and self.parameters > subgroup * _MOST_RECORDS:
             raise ValueError(
                 f"expected at most {_MOST_RECORDS} subgroups, found "
-                f"{self.parameters / subgroup:.3g}; raise `subgroup_parameters`"
+                f"{self.parameters / subgroup:.3g} with `subgroup_parameters` {subgroup:.3g}"
             )
 
     def _check_paths(self, machine_paths: tuple[str, ...]) -> None:
@@ -249,11 +262,29 @@ class Scenario(Section):
         for name in [self.fit.run if self.fit else None, *(run.like for run in self.runs)]:
             if name is not None and name not in names:
                 raise ValueError(f"expected a run named `{name}`, found {names}")
+        self._check_idle()
         for run in self.runs:
             run._check_paths(path_names)
             if self.fit and run.name == self.fit.run:
                 self._check_fit(self.fit, run)
         return self
+
+    def _check_idle(self) -> None:
+        """Raises ValueError for what would do nothing."""
+        machine = self.machine
+        if not machine.gpus and not any(run.gpus for run in self.runs):
+            for key in ("device_memory", "link_bytes_per_s"):
+                if getattr(machine, key) is not None:
+                    raise ValueError(
+                        f"`machine.{key}`: expected a GPU with it, found none in `machine.gpus` "
+                        "and in all `runs`"
+                    )
+        for run in self.runs:
+            if run.tokens and machine.flops_per_s is None:
+                raise ValueError(
+                    f"`runs.{run.name}.tokens`: expected `machine.flops_per_s` with it, as passes "
+                    "take no time without, found none"
+                )
 
     def _check_fit(self, fit: ScenarioFit, run: ScenarioRun) -> None:
         """Raises ValueError where the run that is fitted uses none of the paths that are."""

@@ -158,7 +158,7 @@ class OptimizerConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Of `sgd` (0 where it is not set) and `muon` (0.95)."""
     nesterov: bool | None = None
-    """Of `sgd` (false where it is not set) and `muon` (true)."""
+    """Of `sgd` with `momentum` (false where it is not set) and `muon` (true)."""
     matrices: Patterns = ("*",)
     """Globs: those matrices within repeated blocks whose names match are updated by Muon. Only
     with `name = "muon"`."""
@@ -382,7 +382,7 @@ class ActivationsConfig(Section):
     """Where saved activations go until backward needs them. `"host"` frees a device's memory, not
     the `cpu`'s; `"storage"` frees both. Without effect with `offload = false`."""
     threshold: Size = 256 << 10
-    """Activations of fewer bytes stay where they are."""
+    """Activations of fewer bytes stay where they are. Only with `offload`, as is `memory`."""
     memory: Size = 64 << 20
     """Part of `tiers.host.memory` where they lie, or through which they go to storage. What finds
     no room on the host stays on the device."""
@@ -399,7 +399,7 @@ class CheckpointConfig(Section):
     """A directory, best on another file system, to which checkpoints are copied in the
     background."""
     drain_rate_limit: Size | None = None
-    """The most bytes/s that are copied there."""
+    """The most bytes/s that are copied there. Only with `drain`."""
     mean_time_between_failures: Duration = "24h"
     """How often the machine is expected to fail; what the interval between commits that loses
     least work is computed from."""

@@ -1,6 +1,6 @@
 """Values that the schema knows and this version does not carry out: refused, never ignored."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,47 @@ class Problem:
     found: object
 
 
+OPTIMIZER_OPTIONS = {
+    "adamw": ("betas", "eps"),
+    "adam": ("betas", "eps"),
+    "adagrad": ("eps",),
+    "lion": ("betas",),
+    "sgd": ("momentum", "nesterov"),
+    "muon": ("betas", "eps", "momentum", "nesterov", "matrices"),
+}
+"""The keys of `optimizer` that only some have, by the optimizer's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dependent:
+    """A key that does nothing, at whatever value, without another."""
+
+    key: str
+    is_used: Callable[[Config], bool]
+    without: str
+    """What there is none of then."""
+
+
+_DEPENDENT = (
+    _Dependent(
+        key="checkpoint.drain_rate_limit",
+        is_used=lambda config: config.checkpoint.drain is not None,
+        without="no checkpoint is copied without `checkpoint.drain`",
+    ),
+    *(
+        _Dependent(
+            key=f"activations.{name}",
+            is_used=lambda config: config.activations.offload != "none",
+            without='no activation moves with `activations.offload = "none"`',
+        )
+        for name in ("threshold", "memory")
+    ),
+    _Dependent(
+        key="optimizer.nesterov",
+        is_used=lambda config: config.optimizer.name != "sgd" or bool(config.optimizer.momentum),
+        without="`sgd` without `optimizer.momentum` has none to look ahead by",
+    ),
+)
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "policy.order": ("sequential", "alternating", "resident"),
 }
@@ -35,8 +76,32 @@ def unsupported_values(config: Config) -> Iterator[Problem]:
             "then the pass's own",
             found=policy.order,
         )
+    yield from _idle_problems(config)
     yield from _early_problems(config)
     yield from _tier_problems(config)
+
+
+def _idle_problems(config: Config) -> Iterator[Problem]:
+    """What was set and would do nothing."""
+    for each in _DEPENDENT:
+        if not _is_default(config, each.key) and not each.is_used(config):
+            yield _idle(config, each.key, because=each.without)
+    name = config.optimizer.name
+    others = {option for options in OPTIMIZER_OPTIONS.values() for option in options}
+    for option in sorted(others.difference(OPTIMIZER_OPTIONS[name])):
+        key = f"optimizer.{option}"
+        if not _is_default(config, key):
+            yield _idle(config, key, because=f'`optimizer.name = "{name}"` has no such option')
+
+
+def _idle(config: Config, key: str, *, because: str) -> Problem:
+    return Problem(key=key, expected=f"nothing, as {because}", found=_lookup(config, key))
+
+
+def _is_default(config: Config, key: str) -> bool:
+    section, name = key.rsplit(".", 1)
+    default: object = type(_lookup(config, section)).model_fields[name].default
+    return bool(_lookup(config, key) == default)
 
 
 def _early_problems(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
 """Subgroups and records: what one optimizer update reads, changes and writes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from offload.layout.codec import WHOLE_RULE, section_kinds
 from offload.layout.dtypes import DTYPES
@@ -14,7 +15,7 @@ from offload.layout.units import (
 from offload.sizes import round_up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Subgroup:
     """A contiguous element range of one flat shard."""
 
@@ -26,7 +27,7 @@ class Subgroup:
     is_whole: bool = False
     """It holds one parameter that is updated as a whole matrix."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.shard}#{self.index}"
 
@@ -63,7 +64,7 @@ class Section:
         return self.num_elements * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """The stored state of one subgroup, or of several small neighbouring ones."""
 
@@ -81,8 +82,16 @@ class Record:
         """Bytes of its subgroups' parameters, each padded to the transfer alignment."""
         return sum(subgroup.padded_parameter_bytes for subgroup in self.subgroups)
 
-    def sections_of(self, subgroup: Subgroup) -> dict[str, Section]:
-        return {s.name: s for s in self.sections if s.subgroup == subgroup.name}
+    def sections_of(self, subgroup: Subgroup) -> Mapping[str, Section]:
+        """Returns the sections of one of its subgroups by name."""
+        return self._sections_by_subgroup[subgroup.name]
+
+    @cached_property
+    def _sections_by_subgroup(self) -> dict[str, dict[str, Section]]:
+        found: dict[str, dict[str, Section]] = {each.name: {} for each in self.subgroups}
+        for section in self.sections:
+            found[section.subgroup][section.name] = section
+        return found
 
 
 def split_shard(

@@ -6,6 +6,7 @@ from offload.memory.heap import HeapHoles, large_blocks_mapped, trim_heap
 from offload.memory.pool import Region, Slot, SlotPool
 from offload.memory.storages import address_of, memory_of, storage_over, view_as
 from offload.memory.usable import usable_memory
+from offload.memory.watched_page import WatchedPage, try_watch
 
 __all__ = [
     "Arena",
@@ -14,11 +15,13 @@ __all__ = [
     "Region",
     "Slot",
     "SlotPool",
+    "WatchedPage",
     "address_of",
     "large_blocks_mapped",
     "memory_of",
     "storage_over",
     "trim_heap",
+    "try_watch",
     "usable_memory",
     "view_as",
 ]

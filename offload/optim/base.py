@@ -1,7 +1,7 @@
 """What the optimizers share: parameters of a wrapped model, state in the tiered store."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, overload
 
 import torch
@@ -12,6 +12,9 @@ from offload.optim.gradient import Accumulator
 from offload.optim.pipeline import ParameterUpdate
 from offload.optim.scalars import Scalars
 from offload.optim.whole import WholeUpdate
+
+_Known = dict[int | None, ParameterUpdate]
+"""Updates of a param_group by the parameter's own step; None: of whole matrices."""
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
@@ -167,7 +170,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         updates: dict[str, ParameterUpdate] = {}
         for group in self.param_groups:
-            known: dict[int, Scalars] = {}
+            known: _Known = {}
             for parameter in group["params"]:
                 name = self._engine.name_of(parameter)
                 accumulator = self._engine.accumulator_of(parameter)
@@ -220,17 +223,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return None
 
     def _update_of(
-        self, group: dict[str, Any], name: str, accumulator: Accumulator, known: dict[int, Scalars]
+        self, group: dict[str, Any], name: str, accumulator: Accumulator, known: _Known
     ) -> ParameterUpdate:
-        """Returns the update of a parameter; `known` are scalars of its group by step."""
-        scales, step = tuple(accumulator.scales), self._engine.step_of(name) + 1
+        """Returns the update of a parameter; `known` are those of its group without factors."""
         if not known:
             self._refuse({option: group[option] for option in sorted(_NEVER.keys() & group.keys())})
-        if self._engine.is_whole(name):
-            return ParameterUpdate(scales=scales, whole=self.whole_update(group))
-        if step not in known:
-            known[step] = self.scalars(group, step)
-        return ParameterUpdate(scales=scales, scalars=known[step])
+        step = None if self._engine.is_whole(name) else self._engine.step_of(name) + 1
+        update = known.get(step)
+        if update is None:
+            update = known[step] = self._new_update(group, step)
+        return replace(update, scales=tuple(accumulator.scales)) if accumulator.scales else update
+
+    def _new_update(self, group: dict[str, Any], step: int | None) -> ParameterUpdate:
+        """Returns the update in a parameter's own step; None: of a whole matrix."""
+        if step is None:
+            return ParameterUpdate(scales=(), whole=self.whole_update(group))
+        return ParameterUpdate(scales=(), scalars=self.scalars(group, step))
 
     def _refuse(self, others: Mapping[str, Any]) -> None:
         for name, value in others.items():

@@ -23,6 +23,7 @@ from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.policy import Overlap
 from offload.storage.stalls import StallAccount
+from offload.storage.threads import join, was_started
 
 _CAUSE = "a unit whose update is pending"
 
@@ -108,10 +109,9 @@ class DeferredUpdates:
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
-            thread.start()
-            self._thread = thread
+        if not was_started(self._thread):  # see [Note: an interrupted start]
+            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            self._thread.start()
         self.reads_gradients = True
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
@@ -262,7 +262,7 @@ class DeferredUpdates:
             with self._changed:
                 self._is_closing = True
                 self._changed.notify_all()
-            thread.join()
+            join(thread)
 
     def _hurry(self) -> None:
         """Has no update wait for slots any more."""
@@ -277,7 +277,7 @@ class DeferredUpdates:
         self._wait(handed.done, is_counted=asks)
 
     def _wait(self, is_reached: Callable[[], bool], *, is_counted: bool = True) -> float:
-        started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+        started_s, io_before = time.perf_counter(), self._pipeline.io_waits()
         self._pipeline.wake()  # it may wait for another record's transfers
         with self._changed:
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
@@ -285,7 +285,7 @@ class DeferredUpdates:
             self.raise_failure()
         if not is_counted:
             return 0.0
-        return self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+        return self.waits.add(self._pipeline, started_s=started_s, io_before=io_before)
 
     # In the thread of the updates.
 

@@ -22,6 +22,7 @@ from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
+from offload.storage.threads import join
 
 _CAUSE = "updates that began under backward"
 
@@ -148,10 +149,9 @@ class EarlyUpdates:
         return frozenset(taken)
 
     def applied_to(self, name: str) -> ParameterUpdate | None:
-        """Returns what was applied to a parameter, where something was."""
-        return next(
-            (self._applied[i][name] for i in self._records_of[name] if i in self._applied), None
-        )
+        """Returns what was applied to a parameter, where something was; an empty one has none."""
+        records = self._records_of.get(name, ())
+        return next((self._applied[i][name] for i in records if i in self._applied), None)
 
     def drop(self) -> None:
         """Gives everything up, and forgets what failed."""
@@ -196,17 +196,17 @@ class EarlyUpdates:
             on_updated=self._on_updated,
             is_staged=True,
         )
-        thread = threading.Thread(
+        self._job = job
+        self._thread = threading.Thread(
             target=self._run, args=(job,), name="offload-early-updates", daemon=True
         )
-        thread.start()
-        self._job, self._thread = job, thread
+        self._thread.start()  # see [Note: an interrupted start]
 
     def _end_job(self) -> None:
         if self._thread is not None:
             self._source.close()
             self._pipeline.wake()
-            self._thread.join()
+            join(self._thread)
             self._thread = None  # after the wait, which an interrupt may end
         self._job = None
         self._updates = {}
@@ -216,9 +216,9 @@ class EarlyUpdates:
         with self._changed:
             if is_reached() or self._failure is not None:
                 return
-            started_s, io_before_s = time.perf_counter(), self._pipeline.io_wait_s
+            started_s, io_before = time.perf_counter(), self._pipeline.io_waits()
             self._changed.wait_for(lambda: is_reached() or self._failure is not None)
-        self.waits.add(self._pipeline, started_s=started_s, io_before_s=io_before_s)
+        self.waits.add(self._pipeline, started_s=started_s, io_before=io_before)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -43,6 +43,7 @@ class Accumulator:
 
     Attributes:
         device: Where the parameter is, and the gradient seems to be.
+        shape, dtype: Of the gradient.
         scales: Pending factors, each an fp32 value, multiplied one after the other.
     """
 
@@ -66,6 +67,7 @@ class Accumulator:
         """
         self.name = name
         self.device = device
+        self.shape, self.dtype = home.shape, home.dtype
         self.scales: list[float] = []
         self._home = home
         self._arrival: Arrival | None = None
@@ -77,14 +79,6 @@ class Accumulator:
         """The gradient's values, of the parameter's shape, over arena memory; waits for them."""
         self.settle()
         return self._home.write()
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._home.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._home.dtype
 
     def start(self, gradient: torch.Tensor, *, start_copy: StartCopy | None = None) -> None:
         """Takes the first gradient of a step: copied, nothing pending.

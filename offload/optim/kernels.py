@@ -34,7 +34,9 @@ from offload.optim.scalars import (
 __all__ = [
     "Kernels",
     "NativeKernels",
+    "NativeUpdate",
     "Operands",
+    "PreparedUpdate",
     "Range",
     "Scalars",
     "Statistics",
@@ -49,6 +51,16 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("offload.optim")
+
+
+class PreparedUpdate(Protocol):
+    """Carries out steps over operands that were checked once.
+
+    Concurrency: One thread at a time.
+    """
+
+    def __call__(self, ranges: Sequence[Range], *, gradient_scales: Sequence[float] = ()) -> None:
+        """Does what `Kernels.update` does."""
 
 
 class Kernels(Protocol):
@@ -78,6 +90,13 @@ class Kernels(Protocol):
 
         Raises:
             ConfigError: An operand or a range is wrong; nothing was written.
+        """
+
+    def prepare(self, operands: Operands) -> PreparedUpdate:
+        """Returns `update` of these operands, whose tensors stay where they are.
+
+        Raises:
+            ConfigError: An operand is wrong.
         """
 
     def measured_update(
@@ -134,8 +153,11 @@ class NativeKernels:
         gradient_scales: Sequence[float] = (),
     ) -> None:
         """Carries out one step; see `Kernels.update`."""
-        arrays = _checked_arrays(operands, ranges, gradient_scales)
-        native.update(self.name, arrays, ranges, num_threads=self.num_threads)
+        self.prepare(operands)(ranges, gradient_scales=gradient_scales)
+
+    def prepare(self, operands: Operands) -> "NativeUpdate":
+        """Checks the operands once; see `Kernels.prepare`."""
+        return NativeUpdate(operands, self._pass_over(operands))
 
     def measured_update(
         self,
@@ -145,8 +167,9 @@ class NativeKernels:
         gradient_scales: Sequence[float] = (),
     ) -> list[Statistics]:
         """Carries out one step and says what it found; see `Kernels.measured_update`."""
-        arrays = _checked_arrays(operands, ranges, gradient_scales)
-        rows = native.measured_update(self.name, arrays, ranges, num_threads=self.num_threads)
+        check_ranges(ranges, operands.parameter.numel())
+        scales = _two_factors(gradient_scales)
+        rows = self._pass_over(operands).measured_update(ranges, scales=scales)
         return [
             Statistics(
                 gradient=row.gradient,
@@ -178,13 +201,30 @@ class NativeKernels:
         Under codec `fp32` a bf16 parameter becomes 1; all else stays as it is. The last elements
         that fill no vector are left out.
         """
-        native.bare_pass(self.name, _checked_arrays(operands, (), ()), num_threads=self.num_threads)
+        native.bare_pass(self.name, _checked_arrays(operands), num_threads=self.num_threads)
 
     def accumulate(self, accumulator: Tensor, gradient: Tensor) -> None:
         """Adds a gradient; see `Kernels.accumulate`."""
         check_accumulation(accumulator, gradient)
         into, added = _gradient_arrays([accumulator, gradient])
         native.accumulate(self.name, into, added, num_threads=self.num_threads)
+
+    def _pass_over(self, operands: Operands) -> native.Pass:
+        return native.Pass(self.name, _checked_arrays(operands), num_threads=self.num_threads)
+
+
+class NativeUpdate:
+    """The compiled update of some operands; see `PreparedUpdate`."""
+
+    def __init__(self, operands: Operands, over: native.Pass) -> None:
+        self._operands = operands  # whose memory the pass knows by address
+        self._num_elements = operands.parameter.numel()
+        self._pass = over
+
+    def __call__(self, ranges: Sequence[Range], *, gradient_scales: Sequence[float] = ()) -> None:
+        """Carries out one step."""
+        check_ranges(ranges, self._num_elements)
+        self._pass.update(ranges, scales=_two_factors(gradient_scales))
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -220,11 +260,8 @@ def load_kernels(name: str = "auto", *, num_threads: int | None = None) -> Kerne
     return NativeKernels(chosen, num_threads=num_threads or usable_cpus())
 
 
-def _checked_arrays(
-    o: Operands, ranges: Sequence[Range], scales: Sequence[float]
-) -> native.UpdateArrays:
+def _checked_arrays(o: Operands) -> native.UpdateArrays:
     check_operands(o)
-    check_ranges(ranges, o.parameter.numel())
     master = o.master_low if o.master_low is not None else o.master
     return native.UpdateArrays(
         rule=o.rule,
@@ -237,7 +274,6 @@ def _checked_arrays(
         first=_address(o.state, "exp_avg", "momentum_buffer"),
         second=_address(o.state, "exp_avg_sq", "sum"),
         num_elements=o.parameter.numel(),
-        scales=_two_factors(scales),
     )
 
 
@@ -256,6 +292,8 @@ def _gradient_arrays(gradients: Sequence[Tensor]) -> list[native.GradientArray]:
 
 
 def _two_factors(scales: Sequence[float]) -> tuple[float, float]:
+    if not scales:
+        return 1.0, 1.0
     first, second, *_ = (*gradient_factors(scales), 1.0, 1.0)
     return first, second
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,8 +78,6 @@ class UpdatePipeline:
         self.window = window
         self.cache_hit_bytes = 0
         self.stalls = stalls or StallAccount()
-        self.waits_for = CHECKSUM
-        """What the last wait was for."""
         self.read_bytes = 0
         """Of records and parameters, from storage, padding included."""
         self.prefetched_bytes = 0
@@ -86,7 +85,8 @@ class UpdatePipeline:
         self._compute = RecordUpdate(state, kernels)
         self._ahead: list[_InFlight] = []
         self._wakeup = Wakeup()
-        self._io_wait_s = 0.0
+        self._waited_s: dict[str, float] = {}
+        self._waits_for = CHECKSUM  # what the last wait was for
         self._waiting_since_s: float | None = None
 
     def run(
@@ -170,7 +170,7 @@ class UpdatePipeline:
             return
         try:
             ticket = store.read(state_key(record), buffer.state, priority=_PRIORITY)
-        except Exception:  # after an interrupt a transfer may be on its way: the buffer is lost
+        except Exception:  # after an interrupt a transfer may be on its way: it has the buffer
             self.release(current)
             raise
         current.tickets.append(ticket)
@@ -212,19 +212,26 @@ class UpdatePipeline:
         path = next((i for t in current.tickets if (i := t.waits_for()) is not None), None)
         store = self.state.store
         if store is not None and path is not None:  # else it ended just now: the wait is none
-            self.waits_for = path_label(store.roots[path])
+            self._waits_for = path_label(store.roots[path])
         self._waiting_since_s = started_s = time.perf_counter()
         self._wakeup.wait()
         self._waiting_since_s = None
         duration_s = time.perf_counter() - started_s
-        self._io_wait_s += duration_s
-        job.stalls.add(self.waits_for, cause, duration_s)
+        self._waited_s[self._waits_for] = self._waited_s.get(self._waits_for, 0.0) + duration_s
+        job.stalls.add(self._waits_for, cause, duration_s)
 
     @property
     def io_wait_s(self) -> float:
         """Time in which there was nothing to do but wait for storage, up to now."""
-        since_s = self._waiting_since_s
-        return self._io_wait_s + (0.0 if since_s is None else time.perf_counter() - since_s)
+        return sum(self.io_waits().values())
+
+    def io_waits(self) -> dict[str, float]:
+        """Returns the same by what was waited for, as in a stall account. Any thread."""
+        since_s, waits_for = self._waiting_since_s, self._waits_for
+        found = dict(self._waited_s)
+        if since_s is not None:
+            found[waits_for] = found.get(waits_for, 0.0) + time.perf_counter() - since_s
+        return found
 
     def wait_woken(self) -> None:
         """Waits until `wake` is called: there is nothing to do."""
@@ -238,13 +245,20 @@ class UpdatePipeline:
         if current.buffer is not None:
             self.window.release(current.buffer)
 
-    def abandon(self, *queues: Sequence[_InFlight]) -> None:
-        """Waits for what is in flight, whatever it gives, and frees the buffers."""
+    def abandon(self, *queues: Sequence[_InFlight], was_interrupted: bool = False) -> None:
+        """Waits for what is in flight, whatever it gives, and frees the buffers.
+
+        After an interrupt there may be transfers that nobody knows of: what they use is free when
+        they are over.
+        """
         for current in (c for queue in queues for c in queue):
             for ticket in current.tickets:
                 with contextlib.suppress(OffloadError):  # the first error is on its way
                     ticket.wait()
-            self.release(current)
+            if not was_interrupted:
+                self.release(current)
+            current.tickets.clear()
+            current.buffer = None
 
 
 class _Run:
@@ -286,8 +300,11 @@ class _Run:
                     self._pipeline.wait_woken()
                 elif source.peek() is not None or self._left_out:
                     raise self._stuck()
-        except BaseException:
-            self._pipeline.abandon(reading, writing)
+        except BaseException as error:
+            was_interrupted = not isinstance(error, Exception)
+            self._pipeline.abandon(reading, writing, was_interrupted=was_interrupted)
+            if was_interrupted:  # who keeps it must not keep buffers
+                traceback.clear_frames(error.__traceback__)
             raise
 
     def _stuck(self) -> BudgetError:

@@ -1,13 +1,14 @@
 """The computing part of an update: the operands of a record's subgroups, and the pass over them."""
 
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from offload.layout import WHOLE_RULE, Record, Subgroup
 from offload.memory import storage_over
-from offload.optim.kernels import Kernels, Operands, Range
+from offload.optim.kernels import Kernels, Operands, PreparedUpdate, Range
 from offload.optim.model_state import ModelState, ParameterUpdate, parameter_key, state_key
 from offload.optim.whole import update_whole
 from offload.optim.window import RecordBuffer, parameter_view
@@ -22,6 +23,8 @@ class RecordUpdate:
     def __init__(self, state: ModelState, kernels: Kernels) -> None:
         self._state = state
         self._kernels = kernels
+        # Of subgroups that stay in memory with all that belongs to them, by name.
+        self._resident: dict[str, _Prepared] = {}
 
     def run(
         self,
@@ -29,7 +32,7 @@ class RecordUpdate:
         buffer: RecordBuffer | None,
         updates: Mapping[str, ParameterUpdate],
         *,
-        edited: Container[str],
+        edited: Collection[str],
         is_new: bool,
     ) -> None:
         """Updates the record in place.
@@ -42,13 +45,14 @@ class RecordUpdate:
             is_new: Its state was never written: a whole master starts as the parameter.
         """
         for subgroup in record.subgroups:
-            operands = self._operands(record, buffer, subgroup)
-            self._honour_edits(subgroup, operands, edited=edited, is_new=is_new)
-            if subgroup.is_whole:
-                self._update_whole(subgroup, operands, updates)
+            prepared = self._prepared(record, buffer, subgroup)
+            if is_new or edited:
+                self._honour_edits(subgroup, prepared.operands, edited=edited, is_new=is_new)
+            if prepared.update is None:
+                self._update_whole(subgroup, prepared.operands, updates)
             else:
-                for scales, ranges in self._ranges(subgroup, updates).items():
-                    self._kernels.update(operands, ranges, gradient_scales=scales)
+                for scales, ranges in _ranges(prepared.places, updates):
+                    prepared.update(ranges, gradient_scales=scales)
             self._note_seen(subgroup, updates)
         if self._state.records is not None:
             self._state.dirty.add(state_key(record))
@@ -59,12 +63,12 @@ class RecordUpdate:
                 for start, stop in self._changed(subgroup, updates):
                     self._state.elsewhere.send(subgroup.shard, start, stop)
 
-    def _note_seen(self, subgroup: Subgroup, updates: Container[str]) -> None:
+    def _note_seen(self, subgroup: Subgroup, updates: Collection[str]) -> None:
         if self._state.seen is not None:
             names = (p.facts.name for p in self._state.layout.parameters_in(subgroup))
             self._state.seen.note_updated(subgroup.name, [n for n in names if n in updates])
 
-    def _changed(self, subgroup: Subgroup, updates: Container[str]) -> Iterator[tuple[int, int]]:
+    def _changed(self, subgroup: Subgroup, updates: Collection[str]) -> Iterator[tuple[int, int]]:
         """Yields the elements of the shard that were updated, neighbours together."""
         placed = self._state.layout.parameters_in(subgroup)
         groups = itertools.groupby(placed, key=lambda each: each.facts.name in updates)
@@ -83,6 +87,33 @@ class RecordUpdate:
             assert update.whole is not None
             shape = placed.facts.shape
             update_whole(operands, shape, update.whole, gradient_scales=update.scales)
+
+    def _prepared(
+        self, record: Record, buffer: RecordBuffer | None, subgroup: Subgroup
+    ) -> "_Prepared":
+        if buffer is not None:
+            return self._prepare(record, buffer, subgroup)
+        prepared = self._resident.get(subgroup.name)
+        if prepared is None:
+            prepared = self._resident[subgroup.name] = self._prepare(record, None, subgroup)
+        return prepared
+
+    def _prepare(
+        self, record: Record, buffer: RecordBuffer | None, subgroup: Subgroup
+    ) -> "_Prepared":
+        operands = self._operands(record, buffer, subgroup)
+        return _Prepared(
+            operands=operands,
+            update=None if subgroup.is_whole else self._kernels.prepare(operands),
+            places=tuple(
+                (
+                    placed.facts.name,
+                    max(placed.start, subgroup.start) - subgroup.start,
+                    min(placed.stop, subgroup.stop) - subgroup.start,
+                )
+                for placed in self._state.layout.parameters_in(subgroup)
+            ),
+        )
 
     def _operands(
         self, record: Record, buffer: RecordBuffer | None, subgroup: Subgroup
@@ -125,7 +156,7 @@ class RecordUpdate:
         return memory.view(dtype or getattr(torch, shard.dtype))[: subgroup.num_elements]
 
     def _honour_edits(
-        self, subgroup: Subgroup, operands: Operands, *, edited: Container[str], is_new: bool
+        self, subgroup: Subgroup, operands: Operands, *, edited: Collection[str], is_new: bool
     ) -> None:
         """Makes the master equal to the parameter where there is none yet or the user edited it."""
         for placed in self._state.layout.parameters_in(subgroup):
@@ -138,19 +169,32 @@ class RecordUpdate:
             if operands.master is not None:
                 operands.master[start:stop] = operands.parameter[start:stop]
 
-    def _ranges(
-        self, subgroup: Subgroup, updates: Mapping[str, ParameterUpdate]
-    ) -> dict[tuple[float, ...], list[Range]]:
-        """Returns the ranges that are updated, by the factors pending on their gradients."""
-        ranges: dict[tuple[float, ...], list[Range]] = {}
-        for placed in self._state.layout.parameters_in(subgroup):
-            update = updates.get(placed.facts.name)
-            if update is None:
-                continue
-            start = max(placed.start, subgroup.start) - subgroup.start
-            stop = min(placed.stop, subgroup.stop) - subgroup.start
-            if stop > start:
-                ranges.setdefault(update.scales, []).append(
-                    Range(start=start, stop=stop, scalars=update.scalars)
-                )
-        return ranges
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What an update of a subgroup works on.
+
+    Attributes:
+        operands: Its memory.
+        update: The kernel over it; None for a whole matrix.
+        places: Each parameter's name, and its elements in the subgroup, from and to.
+    """
+
+    operands: Operands
+    update: PreparedUpdate | None
+    places: tuple[tuple[str, int, int], ...]
+
+
+def _ranges(
+    places: Iterable[tuple[str, int, int]], updates: Mapping[str, ParameterUpdate]
+) -> list[tuple[tuple[float, ...], list[Range]]]:
+    """Returns the factors pending on gradients, each time with the ranges that are under them."""
+    ranges: dict[str, tuple[tuple[float, ...], list[Range]]] = {}
+    for name, start, stop in places:
+        update = updates.get(name)
+        if update is not None and stop > start:
+            part = Range(start=start, stop=stop, scalars=update.scalars)
+            # Zeros of both signs are equal, and not the same factor.
+            together = repr(update.scales) if update.scales else ""
+            ranges.setdefault(together, (update.scales, []))[1].append(part)
+    return list(ranges.values())

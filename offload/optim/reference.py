@@ -37,7 +37,6 @@ class TorchKernels:
 
     name = "torch"
 
-    @torch.no_grad()
     def update(
         self,
         operands: Operands,
@@ -46,13 +45,12 @@ class TorchKernels:
         gradient_scales: Sequence[float] = (),
     ) -> None:
         """Carries out one step; see `Kernels.update`."""
+        self.prepare(operands)(ranges, gradient_scales=gradient_scales)
+
+    def prepare(self, operands: Operands) -> "TorchUpdate":
+        """Checks the operands once; see `Kernels.prepare`."""
         check_operands(operands)
-        check_ranges(ranges, operands.parameter.numel())
-        factors = gradient_factors(gradient_scales)
-        for part in ranges:
-            for start in range(part.start, part.stop, PIECE_ELEMENTS):
-                stop = min(start + PIECE_ELEMENTS, part.stop)
-                _update(_piece(operands, start, stop), part.scalars, factors)
+        return TorchUpdate(operands)
 
     @torch.no_grad()
     def measured_update(
@@ -95,6 +93,24 @@ class TorchKernels:
             total = piece.float() + added[start : start + PIECE_ELEMENTS].float()
             # Rounded to nearest even; torch's own NaN depends on vector and tail.
             piece.copy_(canonical(total.to(piece.dtype)))
+
+
+class TorchUpdate:
+    """The update of some operands; see `PreparedUpdate`."""
+
+    def __init__(self, operands: Operands) -> None:
+        self._operands = operands
+
+    @torch.no_grad()
+    def __call__(self, ranges: Sequence[Range], *, gradient_scales: Sequence[float] = ()) -> None:
+        """Carries out one step."""
+        operands = self._operands
+        check_ranges(ranges, operands.parameter.numel())
+        factors = gradient_factors(gradient_scales)
+        for part in ranges:
+            for start in range(part.start, part.stop, PIECE_ELEMENTS):
+                stop = min(start + PIECE_ELEMENTS, part.stop)
+                _update(_piece(operands, start, stop), part.scalars, factors)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from offload.layout import ModelLayout, PlacedParameter, Subgroup
 from offload.memory import memory_of
@@ -19,9 +19,6 @@ class SeenParameters:
     such master (a frozen one, or one in fp32) has only to be written by the next commit: it is
     hashed after a commit and before the next one, unless an update has changed it meanwhile.
 
-    Attributes:
-        hashed_bytes: Read to hash them, so far.
-
     Concurrency: The thread that updates notes what it updated; the one that runs the model calls
         the rest, while no update is pending.
     """
@@ -36,7 +33,6 @@ class SeenParameters:
             flat: The flat shards by name, which the parameters are views of.
             is_trained: Whether masters are kept.
         """
-        self.hashed_bytes = 0
         # By subgroup and parameter: the bytes, and the hash of those that were seen.
         self._parts: dict[str, dict[str, memoryview]] = {}
         self._hashes: dict[str, dict[str, int]] = {}
@@ -65,14 +61,14 @@ class SeenParameters:
         for subgroup, parts in self._parts.items():
             hashes = self._hashes[subgroup]
             for name in parts.keys() - hashes.keys():
-                hashes[name] = self._hash(parts[name])
+                hashes[name] = xxh3_64_intdigest(parts[name])
 
     def note_updated(self, subgroup: str, names: Iterable[str]) -> None:
         """Takes what an update has just written of these parameters of a subgroup as seen."""
         parts, hashes = self._parts[subgroup], self._hashes[subgroup]
         for name in names:
             if subgroup in self._with_master:
-                hashes[name] = self._hash(parts[name])
+                hashes[name] = xxh3_64_intdigest(parts[name])
             else:
                 hashes.pop(name, None)
 
@@ -89,7 +85,7 @@ class SeenParameters:
         for subgroup in self._parts if before_commit else self._with_master:
             hashes = self._hashes[subgroup]
             for name, before in hashes.items():
-                after = self._hash(self._parts[subgroup][name])
+                after = xxh3_64_intdigest(self._parts[subgroup][name])
                 if after != before:
                     self._found.setdefault(subgroup, {})[name] = after
                     names[name] = None
@@ -100,10 +96,6 @@ class SeenParameters:
         for subgroup, hashes in self._found.items():
             self._hashes[subgroup].update(hashes)
         self._found = {}
-
-    def _hash(self, memory: memoryview) -> int:
-        self.hashed_bytes += len(memory)
-        return xxhash.xxh3_64_intdigest(memory)
 
 
 def _part(memory: memoryview, subgroup: Subgroup, placed: PlacedParameter) -> memoryview:

@@ -1,6 +1,7 @@
 """How long the thread that runs a model waited for updates that run in another."""
 
 import time
+from collections.abc import Mapping
 
 from offload.optim.pipeline import UpdatePipeline
 from offload.storage.stalls import KERNEL, StallAccount
@@ -22,20 +23,27 @@ class UpdateWaits:
         self._stalls = stalls
         self._cause = cause
 
-    def add(self, pipeline: UpdatePipeline, *, started_s: float, io_before_s: float) -> float:
+    def add(
+        self, pipeline: UpdatePipeline, *, started_s: float, io_before: Mapping[str, float]
+    ) -> float:
         """Adds a wait that ends now, and returns its length.
 
         Args:
             pipeline: Carries the updates out.
             started_s: By `time.perf_counter`.
-            io_before_s: `pipeline.io_wait_s` at that time.
+            io_before: `pipeline.io_waits()` at that time.
         """
         waited_s = time.perf_counter() - started_s
-        io_s = min(max(pipeline.io_wait_s - io_before_s, 0.0), waited_s)
+        each_s = {
+            label: duration_s - io_before.get(label, 0.0)
+            for label, duration_s in pipeline.io_waits().items()
+            if duration_s > io_before.get(label, 0.0)
+        }
+        io_s = min(sum(each_s.values()), waited_s)
         self.wait_s += waited_s
         self.io_wait_s += io_s
-        if io_s:
-            self._stalls.add(pipeline.waits_for, self._cause, io_s)
+        for label, duration_s in each_s.items():
+            self._stalls.add(label, self._cause, duration_s * io_s / sum(each_s.values()))
         if waited_s > io_s:
             self._stalls.add(KERNEL, self._cause, waited_s - io_s)
         return waited_s

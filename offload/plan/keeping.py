@@ -7,6 +7,7 @@ slots alone, however far ahead units are fetched. A rule that reads less, such a
 farthest next use whenever a slot is needed, would depend on when that is.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,12 +26,12 @@ class Keeping:
             num_held: Slots that calls hold beside.
         """
         found: set[int] = set()
-        if self.num_slots <= num_held:
-            return found
-        for unit in following:
-            found.add(unit)
-            if len(found) == self.num_slots - num_held:
+        following = iter(following)
+        while (num_left := self.num_slots - num_held - len(found)) > 0:
+            more = set(itertools.islice(following, num_left))
+            if not more:
                 break
+            found |= more
         return found
 
     def stays(self, unit: int, following: Iterable[int], *, num_held: int = 0) -> bool:

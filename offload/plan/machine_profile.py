@@ -5,7 +5,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,6 +212,8 @@ def parse_profile(text: str, *, source: str) -> MachineProfile:
         values = tomllib.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"`schema` is {values.get('schema')!r}")
+        for name in values.keys() - {"schema", *_TABLES}:
+            raise ValueError(f"`{name}` is not known")
         tables = {
             name: tuple(_parse(kind, each) for each in values.get(name, []))
             for name, kind in _TABLES.items()
@@ -260,6 +262,8 @@ def _unreadable(source: Path, error: Exception) -> ConfigError:
     )
 
 
+_MOST = 1e24
+"""Of anything. With rates between this and 1 the times of all that is planned stay finite."""
 _CLAIMS = ("direct",)
 _COUNTS = ("block_bytes", "queue_depth", "threads")
 _TEXTS = ("path", "backend", "measured_at", "rule", "codec", "dtype", "shape")
@@ -267,9 +271,11 @@ _TEXTS = ("path", "backend", "measured_at", "rule", "codec", "dtype", "shape")
 
 def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
     known = {each.name for each in fields(kind)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"`{unknown[0]}` of `{kind.__name__}` is not known")
+    needed = {each.name for each in fields(kind) if each.default is MISSING}
+    for name in sorted(values.keys() - known):
+        raise ValueError(f"`{name}` of `{kind.__name__}` is not known")
+    for name in sorted(needed - values.keys()):
+        raise ValueError(f"`{name}` of `{kind.__name__}` is missing")
     for name, value in values.items():
         if not isinstance(value, _type_of(name)):
             raise ValueError(f"`{name}` is {value!r}")
@@ -277,6 +283,9 @@ def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
             may_be_nothing = kind in (PassProfile, RunProfile)
             if not (math.isfinite(value) and value >= 0) or (value == 0 and not may_be_nothing):
                 raise ValueError(f"`{name}` is {value!r}, which is not finite and positive")
+            least = 1 if name.endswith("_per_s") else 0
+            if not least <= value <= _MOST:
+                raise ValueError(f"`{name}` is {value!r}, which is not from {least} to {_MOST:g}")
     return kind(**values)
 
 

@@ -95,6 +95,8 @@ class RunPlan:
     """What was chosen for keys of `policy` that were `"auto"`; None where none was."""
     memory: UsableMemory | None = None
     """What this machine has; None where that does not matter."""
+    device_memory_bytes: int = 0
+    """Of the device tier, where that lies in this process's memory: of an emulated device."""
     is_bounded: bool = True
     """Whether host memory has a budget; else the run takes what it needs."""
     profile: PathProfile | None = None
@@ -113,14 +115,25 @@ class RunPlan:
         if self.memory is None or (self.host is not None and not self.host.fits):
             return []  # what would be taken is not known
         host = self.host
-        planned_bytes = self.in_memory_bytes if host is None else host.planned_bytes
-        smallest_bytes = planned_bytes if host is None else host.smallest_bytes
-        is_bounded = host is not None and self.is_bounded
         try:
-            self.memory.require(planned_bytes, smallest_bytes=smallest_bytes, is_bounded=is_bounded)
+            self.memory.require(
+                self._host_bytes,
+                smallest_bytes=self._host_bytes if host is None else host.smallest_bytes,
+                is_bounded=host is not None and self.is_bounded,
+                device_bytes=self.device_memory_bytes,
+            )
         except PlanError as error:
             return [str(error)]
         return []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of arenas that lie in this process's memory, once each was in use."""
+        return self._host_bytes + self.device_memory_bytes
+
+    @property
+    def _host_bytes(self) -> int:
+        return self.in_memory_bytes if self.host is None else self.host.planned_bytes
 
     @property
     def fits(self) -> bool:

@@ -17,6 +17,8 @@ _FIT_ROUNDS = 20
 """Times are in proportion to rates but for ramps, kernels and paths that are not fitted: each
 round leaves less."""
 _FIT_ERROR = 1e-3
+_FIT_CHANGE = 1e-9
+"""A round that changes the update by less has rates that it does not depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +174,18 @@ def _fitted_scale(scenario: Scenario) -> float | None:
             raise PlanError(
                 f"cannot fit rates on run `{run.name}`: it does not fit; raise its budget"
             )
-        update_s = step.update_s
-        scale *= update_s / fit.update_s
+        before_s, update_s = update_s, step.update_s
         if abs(update_s / fit.update_s - 1) < _FIT_ERROR:
-            return scale
+            return scale * update_s / fit.update_s
+        if not update_s or abs(before_s / update_s - 1) < _FIT_CHANGE:
+            break  # it would be asked for rates without end
+        scale *= update_s / fit.update_s
+    why = "other paths or the kernels take so long"
     raise PlanError(
         f"cannot fit rates on run `{run.name}`: expected an update of {fit.update_s:.4g} s, found "
         f"{update_s:.4g} s whatever {', '.join(f'`{name}`' for name in fit.paths)} give, as "
-        "other paths or the kernels take so long; correct `fit.update_s` or the other rates"
+        f"{why if update_s > fit.update_s else 'it moves next to nothing there'}; correct "
+        "`fit.update_s`, or the run's cache, paths or other rates"
     )
 
 

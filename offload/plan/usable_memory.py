@@ -24,29 +24,38 @@ class UsableMemory:
             return f"the {format_size(self.machine_bytes)} of this machine"
         return f"the {format_size(self.cgroup_bytes)} that the cgroup allows"
 
-    def require(self, planned_bytes: int, *, smallest_bytes: int, is_bounded: bool) -> None:
-        """Raises PlanError where `planned_bytes` of host memory are more than there are.
+    def require(
+        self, host_bytes: int, *, smallest_bytes: int, is_bounded: bool, device_bytes: int = 0
+    ) -> None:
+        """Raises PlanError where more memory is taken than there is.
 
         Args:
-            planned_bytes: Of the host tier, that are taken.
-            smallest_bytes: The smallest budget with which the model runs.
+            host_bytes: Of the host tier, that are taken.
+            smallest_bytes: The smallest host budget with which the model runs.
             is_bounded: Whether there is a budget; else all is kept in memory.
+            device_bytes: Of the device tier, where that lies in this memory too.
         """
-        if planned_bytes <= self.num_bytes:
+        taken_bytes = host_bytes + device_bytes
+        if taken_bytes <= self.num_bytes:
             return
         remedy = (
             "offload it, with `tiers.host.memory` below that, or use a machine with more memory"
         )
         if is_bounded:
             remedy = "use a machine with more memory, or a smaller model"
-            if smallest_bytes <= self.num_bytes:
+            if device_bytes:
+                remedy = f"lower `tiers.device.memory`, {remedy}"
+            if smallest_bytes + device_bytes <= self.num_bytes:
                 remedy = (
                     f"lower `tiers.host.memory` well below that, to "
                     f'"{-(-smallest_bytes // MIB)}MiB" at least'
                 )
+        tiers = "host memory"
+        if device_bytes:
+            tiers = f"the host tier and, {format_size(device_bytes)}, of the emulated device's"
         raise PlanError(
             f"the plan takes more memory than there is: expected no more than {self.describe()}, "
-            f"found {planned_bytes} bytes ({format_size(planned_bytes)}) of host memory; {remedy}"
+            f"found {taken_bytes} bytes ({format_size(taken_bytes)}) of {tiers}; {remedy}"
         )
 
     def warning(self, budget_bytes: int | None, planned_bytes: int) -> str | None:

@@ -23,7 +23,6 @@ from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import ModelPasses
 from offload.runs.busy import CpuTime, busy_note, others_cpu_share
 from offload.runs.data import open_text
-from offload.runs.held_memory import held_bytes
 from offload.runs.link_rates import link_rates
 from offload.runs.pass_finder import PassFinder
 from offload.runs.planned_storage import BLOCK_BYTES
@@ -109,7 +108,7 @@ class Measurement:
         passes_bytes = activation_bytes + workspace_bytes
         return replace(
             prediction,
-            rss_peak_bytes=self._baseline_bytes + held_bytes(config, plan) + passes_bytes,
+            rss_peak_bytes=self._baseline_bytes + plan.held_bytes + passes_bytes,
             activation_bytes=activation_bytes,
         )
 

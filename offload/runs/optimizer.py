@@ -6,22 +6,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.config.schema import OptimizerConfig
+from offload.config.supported import OPTIMIZER_OPTIONS
 from offload.session import Session
 
 
 def make_optimizer(session: Session, model: nn.Module, options: OptimizerConfig) -> Optimizer:
     """Returns the optimizer of the wrapped model with the configuration's options."""
     given: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.name in ("adamw", "adam", "lion", "muon"):
-        given["betas"] = options.betas
-    if options.name in ("adamw", "adam", "adagrad", "muon"):
-        given["eps"] = options.eps
-    if options.name in ("sgd", "muon"):
-        given |= {
-            key: value
-            for key in ("momentum", "nesterov")
-            if (value := getattr(options, key)) is not None
-        }
+    given |= {
+        key: value
+        for key in OPTIMIZER_OPTIONS[options.name]
+        # `matrices` are those of the model's layout.
+        if key != "matrices" and (value := getattr(options, key)) is not None
+    }
     if options.name == "muon":
         # One learning rate then fits both.
         given["adjust_lr_fn"] = "match_rms_adamw"

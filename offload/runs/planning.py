@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.config import Config
+from offload.devices.opening import is_process_memory
 from offload.layout import ModelLayout
 from offload.memory import usable_memory
 from offload.plan.gradients import spilled_bytes_of
@@ -108,6 +109,9 @@ def plan_run(
             *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
         ),
         memory=memory,
+        device_memory_bytes=arrangement.device.planned_bytes
+        if is_process_memory(config.tiers.device.kind)
+        else 0,
         is_bounded=config.tiers.host.memory is not None,
         commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
         choices=choices_of(config),

@@ -29,7 +29,6 @@ from offload.plan.machine_profile import (
     read_profile,
 )
 from offload.plan.run_plan import RunPlan
-from offload.runs.held_memory import held_bytes
 from offload.runs.profile_file import add_to_profile
 from offload.runs.training_run import RunSummary
 from offload.sizes import MIB
@@ -77,21 +76,19 @@ def refine_profile(
                 micro_step=recorder.micro_step(machine),
                 other_s=recorder.other_s,
                 activation_bytes=activation_bytes,
-                workspace_bytes=_workspace_bytes(config, plan, summary, activation_bytes),
+                workspace_bytes=_workspace_bytes(plan, summary, activation_bytes),
             ),
         )
     except ConfigError as error:  # the run is done: its result must not be lost
         _LOG.warning("the machine's profile was not refined: %s", error)
 
 
-def _workspace_bytes(
-    config: Config, plan: RunPlan, summary: RunSummary, activation_bytes: int
-) -> int | None:
+def _workspace_bytes(plan: RunPlan, summary: RunSummary, activation_bytes: int) -> int | None:
     """Returns what the run's process held beside arenas and activations; None: not known."""
     if not summary.is_rss_peak_exact:
         return None
     grown_bytes = summary.rss_peak_bytes - summary.rss_baseline_bytes
-    return max(grown_bytes - held_bytes(config, plan) - activation_bytes, 0)
+    return max(grown_bytes - plan.held_bytes - activation_bytes, 0)
 
 
 def run_shape(config: Config, *, tiled: Collection[str] = ()) -> str:

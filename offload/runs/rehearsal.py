@@ -219,7 +219,8 @@ class _Watch(TorchFunctionMode):
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """Notes a weight that autograd saved and asks for."""
-        parameter = self._parameter_of_memory.get(_memory_of(tensor))
+        is_strided = tensor.layout is torch.strided
+        parameter = self._parameter_of_memory.get(_memory_of(tensor)) if is_strided else None
         if parameter is not None:
             self._note(_Kind.SAVED, parameter)
         return tensor

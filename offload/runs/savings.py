@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from offload.config import Config
+from offload.config.schema import ActivationsConfig
 from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.plan.explanation import Saving
@@ -26,6 +27,14 @@ class _Change:
     why: str
 
 
+_STAYING: Mapping[str, str | int] = {
+    "activations.offload": "none",
+    # Refused where nothing moves.
+    **{
+        f"activations.{key}": ActivationsConfig.model_fields[key].default
+        for key in ("memory", "threshold")
+    },
+}
 _CHANGES = (
     _Change(
         tier="host", values={"policy.parameters": "storage"}, why="passes then wait for fetches"
@@ -43,7 +52,7 @@ _CHANGES = (
     ),
     _Change(
         tier="host",
-        values={"activations.offload": "none"},
+        values=_STAYING,
         why="activations then stay where they are; a smaller `activations.memory` helps too",
     ),
     _Change(tier="device", values={"policy.parameters": "host"}, why="passes then wait for copies"),
@@ -59,7 +68,7 @@ _CHANGES = (
     ),
     _Change(
         tier="storage",
-        values={"activations.offload": "none"},
+        values=_STAYING,
         why="activations then stay where they are",
     ),
     _Change(

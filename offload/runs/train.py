@@ -35,7 +35,7 @@ def run_training(
     resume: Resume = None,
     progress: Progress | None = None,
     on_notice: OnNotice = lambda _: None,
-    validates: bool = True,
+    is_kept: bool = True,
 ) -> TrainResult:
     """Trains as `config` says and returns what was reached.
 
@@ -45,7 +45,9 @@ def run_training(
         resume: `auto`, or the directory of a run with a complete commit.
         progress: Called with the metrics of each step when its line is written.
         on_notice: Told in a line what is measured for, and chosen in, a policy with `"auto"`.
-        validates: False leaves validation out before the first and after the last step.
+        is_kept: False for a measurement of steps, whose directory is removed again: without
+            validation before the first and after the last step, without `metrics.jsonl`, and
+            nothing that is said refers to the directory.
 
     Raises:
         ConfigError: The config, a path or the data is wrong; nothing was written.
@@ -75,7 +77,7 @@ def run_training(
             plan=plan,
             text=text,
             progress=progress,
-            validates=validates,
+            is_kept=is_kept,
         )
 
 
@@ -97,7 +99,7 @@ def _carry_out(
     plan: RunPlan,
     text: Text,
     progress: Progress | None,
-    validates: bool,
+    is_kept: bool,
 ) -> TrainResult:
     """Trains in a directory that is prepared, and returns what was reached."""
     machine = probe_run(config, plan, directory) if config.offload else None
@@ -108,7 +110,7 @@ def _carry_out(
         machine=machine,
         text=text,
         progress=progress,
-        validates=validates,
+        is_kept=is_kept,
     ).execute()
     rate_factor = None
     if machine is not None:

@@ -75,9 +75,9 @@ class TrainingRun:
         machine: Machine | None,
         text: Text,
         progress: Progress | None,
-        validates: bool = True,
+        is_kept: bool = True,
     ) -> None:
-        self._validates = validates
+        self._is_kept = is_kept
         self._config = config
         self._directory = directory
         self._text = text
@@ -120,12 +120,12 @@ class TrainingRun:
             loop = self._build(session)
             first_step = self._restore(session) + 1
             self._recovery_s = time.perf_counter() - started_s
-            loss_before = loop.validate() if self._validates else None
+            loss_before = loop.validate() if self._is_kept else None
             cpu_time = CpuTime.now()
             done = self._run_steps(first_step, loop, session, stop)
             others_share = others_cpu_share(cpu_time, CpuTime.now())
             loss_after = loss_before
-            if done >= first_step and self._validates:
+            if done >= first_step and self._is_kept:
                 loss_after = loop.validate()
             if self._commits and self._committed != done:
                 self._commit(done, session)
@@ -189,13 +189,14 @@ class TrainingRun:
     def _run_steps(
         self, first_step: int, loop: TrainingLoop, session: Session, stop: StopRequest
     ) -> int:
-        with MetricsFile(self._directory.metrics) as metrics_file:
+        with self._lines() as lines:
             for step in range(first_step, self._config.train.steps + 1):
                 if stop.is_set:
                     break
                 metrics = self._run_step(step, loop, session)
-                # Before the commit: a resume finds a line for every committed step.
-                metrics_file.append(metrics)
+                if lines is not None:
+                    # Before the commit: a resume finds a line for every committed step.
+                    lines.append(metrics)
                 if self._progress is not None:
                     self._progress(metrics)
                 self._done = step
@@ -204,6 +205,9 @@ class TrainingRun:
                 elif self._is_commit_due(step):
                     self._commit(step, session)
         return self._done
+
+    def _lines(self) -> AbstractContextManager[MetricsFile | None]:
+        return MetricsFile(self._directory.metrics) if self._is_kept else nullcontext()
 
     @contextmanager
     def _keeping_steps(self, session: Session) -> Iterator[None]:
@@ -230,6 +234,8 @@ class TrainingRun:
 
     def _what_is_left(self) -> str:
         """Returns where a run goes on that an error ended, and which steps it does not keep."""
+        if not self._is_kept:
+            return "and measure again"
         resume = f"`{self._directory.resume_options}`"
         if self._directory.is_resumed and self._committed is None:
             return f"and go on with {resume} after its last commit"

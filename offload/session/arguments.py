@@ -11,7 +11,8 @@ from offload.config import Config, build_config, load_config
 from offload.devices import Device
 from offload.errors import ConfigError, StoreError
 from offload.sizes import parse_size
-from offload.streaming.swap import Streamed
+from offload.streaming.discovery import require_no_scripts
+from offload.streaming.swap import is_attached
 
 _log = logging.getLogger("offload.session")
 
@@ -69,14 +70,15 @@ def require_plain(model: object) -> None:
     """Checks that `model` is one of torch's, which no session has wrapped.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: It is no module, or a module in it is a script.
         StoreError: It is wrapped.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"cannot wrap `{type(model).__name__}`: expected a torch.nn.Module; pass the model"
         )
-    if any(isinstance(module, Streamed) for module in model.modules()):
+    require_no_scripts(model)
+    if any(map(is_attached, model.modules())):
         raise StoreError(
             "cannot wrap a model that another session has wrapped: expected a plain model; "
             "close that session, or build another model"

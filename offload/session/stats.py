@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from offload.storage.stalls import Stall
+from offload.storage.stalls import Stall, summed
 from offload.storage.store import BlockStore
 from offload.storage.store_stats import PathStats
 from offload.streaming.counters import MovedBytes
@@ -98,7 +98,7 @@ def count(
         update_io_wait_s=wrapped.counters.update_wait_s[1],
         update_read_bytes=wrapped.counters.update_read_bytes,
         ahead_read_bytes=sum(m.counters.ahead_read_bytes for m in models.all()),
-        stalls=wrapped.counters.stalls,
+        stalls=summed(m.counters.stalls for m in models.all()),
         accesses=accesses,
         updated_in_place=sum(each.updated_in_place for each in counters),
         prefetch_hits=hits,

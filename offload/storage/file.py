@@ -114,15 +114,24 @@ def _open(path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)
     except OSError as error:
         raise _open_error(path, error) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        _require_regular(path, fd)
+        os.set_blocking(fd, True)
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise _open_error(path, error) from error
+        raise
+    return fd
+
+
+def _require_regular(path: Path, fd: int) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise StorageError(
             f"cannot open file `{path}`: expected a regular file, found another kind; remove it "
             "or choose another path",
             errno=errno.EINVAL,
         )
-    os.set_blocking(fd, True)
-    return fd
 
 
 def _open_error(path: Path, error: OSError) -> StorageError:

@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from offload.storage.threads import join
+
 _log = logging.getLogger("offload.storage")
 
 BEAT_S = 10.0
@@ -44,7 +46,7 @@ class Heartbeat:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ended.set()
-            thread.join()
+            join(thread)
 
     def _run(self) -> None:
         is_warned = False

@@ -196,8 +196,11 @@ def _temporary(path: Path) -> Path:
 def _read(path: Path) -> Manifest:
     try:
         fd = os.open(path, os.O_RDONLY | _FLAGS)
-        with os.fdopen(fd, "rb") as file:
-            data = file.read()
+        try:  # a directory opens, but not as a file
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                data = file.read()
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         raise
     except OSError as error:

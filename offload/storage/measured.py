@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from offload.errors import StorageError
+from offload.errors import ConfigError, StorageError
 from offload.plan.machine_profile import MachineProfile, read_profile
 from offload.storage.path_queues import open_backend
 from offload.storage.paths import PathSettings
@@ -59,7 +59,13 @@ def measured_settings(
         queue_depth=known.queue_depth,
         block_bytes=known.block_bytes,
     )
-    settings.check()
+    try:
+        settings.check()
+    except ConfigError as error:
+        raise ConfigError(
+            f"cannot use what the machine profile has of path `{known.path}`: {error}; or measure "
+            "it again with `offload bench io --tune`"
+        ) from error
     try:
         open_backend(settings).close()
     except StorageError as error:

@@ -97,9 +97,13 @@ class Ownership:
             raise
         self.record = record
         self._fd = fd
-        if is_shared or not is_locked:
-            self._heartbeat.start()
-        _forget_in_children(self)
+        try:
+            if is_shared or not is_locked:
+                self._heartbeat.start()
+            _forget_in_children(self)
+        except BaseException:
+            self.release()
+            raise
 
     def _claim(self, fd: int, record: OwnerRecord) -> None:
         """Writes the record; a file that was made for it and has no room for it goes again."""
@@ -121,10 +125,11 @@ class Ownership:
             fd = _open(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 is_locked = _lock(fd, self._path)
+                is_there = not is_locked or os.fstat(fd).st_nlink > 0
             except BaseException:
                 os.close(fd)
                 raise
-            if not is_locked or os.fstat(fd).st_nlink:
+            if is_there:
                 return fd, is_locked
             os.close(fd)
 

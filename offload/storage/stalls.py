@@ -1,6 +1,7 @@
 """The stall account: who waited for what, how long, and what caused it."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,12 @@ class StallAccount:
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def add(self, waits_for: str, cause: str, duration_s: float) -> None:
-        """Adds one wait."""
+    def add(self, waits_for: str, cause: str, duration_s: float, *, count: int = 1) -> None:
+        """Adds one wait, or `count` of them that took `duration_s` together."""
         key = (waits_for, cause)
         with self._lock:
-            total_s, count = self._entries.get(key, (0.0, 0))
-            self._entries[key] = (total_s + duration_s, count + 1)
+            total_s, known = self._entries.get(key, (0.0, 0))
+            self._entries[key] = (total_s + duration_s, known + count)
 
     def stalls(self) -> tuple[Stall, ...]:
         """Returns what was added so far, longest first."""
@@ -59,6 +60,14 @@ class StallAccount:
             for (waits_for, cause), (total_s, count) in entries
         ]
         return tuple(sorted(found, key=lambda stall: -stall.duration_s))
+
+
+def summed(accounts: Iterable[tuple[Stall, ...]]) -> tuple[Stall, ...]:
+    """Returns the waits of several accounts as those of one, longest first."""
+    found = StallAccount()
+    for stall in (stall for account in accounts for stall in account):
+        found.add(stall.waits_for, stall.cause, stall.duration_s, count=stall.count)
+    return found.stalls()
 
 
 def stalls_between(before: tuple[Stall, ...], after: tuple[Stall, ...]) -> tuple[Stall, ...]:

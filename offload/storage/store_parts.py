@@ -1,5 +1,6 @@
 """What a store consists of from open to close."""
 
+import contextlib
 import uuid
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -132,15 +133,20 @@ def open_parts(
         creates=creates,
         reads_only=reads_only,
     )
-    alignment = max(LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
-    if options.block_bytes % alignment:
-        close_paths(paths)
-        raise StoreError(
-            f"cannot use store `{options.root}` on this device: expected blocks that are "
-            f"multiples of its alignment of {alignment} bytes, found {options.block_bytes}; use "
-            "larger blocks"
+    with contextlib.ExitStack() as opened:
+        opened.callback(close_paths, paths)
+        alignment = max(LEAST_ALIGNMENT, *(path.data.file.alignment for path in paths))
+        if options.block_bytes % alignment:
+            raise StoreError(
+                f"cannot use store `{options.root}` on this device: expected blocks that are "
+                f"multiples of its alignment of {alignment} bytes, found {options.block_bytes}; "
+                "use larger blocks"
+            )
+        parts = _parts_over(
+            paths, options, alignment=alignment, store_id=store_id, read_only=read_only
         )
-    return _parts_over(paths, options, alignment=alignment, store_id=store_id, read_only=read_only)
+        opened.pop_all()
+    return parts
 
 
 def _parts_over(

@@ -214,15 +214,14 @@ def open_paths(
         reads_only: Directories in which nothing is written.
     """
     paths: list[OpenPath] = []
-    try:
+    with contextlib.ExitStack() as opened:
         for index, config in enumerate(configs):
             data = DataFile(config.root, path_index=index, block_bytes=block_bytes)
+            opened.callback(data.close)
             data.open(create=index in creates, read_only=config.root in reads_only)
             engine = engines[min(index, len(engines) - 1)]
             paths.append(OpenPath(config, index=index, engine=engine, data=data))
-    except BaseException:
-        close_paths(paths)
-        raise
+        opened.pop_all()
     return paths
 
 

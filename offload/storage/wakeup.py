@@ -24,8 +24,13 @@ class Wakeup:
         os.eventfd_write(self.fd, 1)
 
     def wait(self) -> None:
-        """Waits for one event or more, and forgets them."""
-        os.eventfd_read(self.fd)
+        """Waits for one event or more, and forgets them; goes on after a signal was handled."""
+        while True:
+            try:
+                os.eventfd_read(self.fd)
+            except InterruptedError:  # unlike other calls of `os`, it does not go on by itself
+                continue
+            return
 
     def close(self) -> None:
         """Closes the descriptor; again does nothing."""

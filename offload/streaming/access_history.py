@@ -9,6 +9,9 @@ the place before which most was as it is now. A loop is foreseen once it was see
 made of.
 """
 
+import copy
+import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +37,12 @@ class Access:
     """In a pass that autograd does not record."""
 
 
+@functools.cache
+def access_of(unit: int, *, is_backward: bool, is_evaluation: bool = False) -> Access:
+    """Returns the one object that stands for all uses of this kind: they are recorded often."""
+    return Access(unit=unit, is_backward=is_backward, is_evaluation=is_evaluation)
+
+
 UPDATE = Access(unit=-1, is_backward=False)
 """The end of a step, which nothing is fetched across: parameters change."""
 
@@ -48,6 +57,8 @@ class AccessHistory:
         self._accesses = [UPDATE]
         self._positions = {UPDATE.unit: [0]}
         self._cursor = 1
+        # What `upcoming` has found since the last access, as far as it was asked.
+        self._upcoming: Iterator[int] | None = None
 
     @property
     def last(self) -> Access:
@@ -57,23 +68,33 @@ class AccessHistory:
         """Appends `access` and moves the prediction on; returns whether another was predicted."""
         accesses, cursor = self._accesses, self._cursor
         expected = accesses[cursor] if cursor < len(accesses) else None
+        is_expected = expected is access or expected == access
+        self._upcoming = None
         accesses.append(access)
         self._positions.setdefault(access.unit, []).append(len(accesses) - 1)
-        self._cursor = (cursor if expected == access else self._most_alike()) + 1
+        self._cursor = (cursor if is_expected else self._most_alike()) + 1
         if len(accesses) > _MOST_ACCESSES:
             self._forget(len(accesses) // 2)
-        return expected not in (None, access)
+        return expected is not None and not is_expected
 
     def upcoming(self) -> Iterator[int]:
-        """Yields the distinct units that are predicted before the next update, soonest first."""
-        seen: set[int] = set()
-        for position in range(self._cursor, len(self._accesses)):
-            access = self._accesses[position]
-            if access == UPDATE:
+        """Yields the distinct units that are predicted before the next update, soonest first.
+
+        Who adds an access meanwhile asks anew.
+        """
+        if self._upcoming is None:
+            (self._upcoming,) = itertools.tee(self._find_upcoming(), 1)
+        return copy.copy(self._upcoming)
+
+    def _find_upcoming(self) -> Iterator[int]:
+        accesses, seen = self._accesses, set[int]()
+        for position in range(self._cursor, len(accesses)):
+            unit = accesses[position].unit
+            if unit == UPDATE.unit:
                 return
-            if access.unit not in seen:
-                seen.add(access.unit)
-                yield access.unit
+            if unit not in seen:
+                seen.add(unit)
+                yield unit
                 if len(seen) == len(self._positions) - 1:
                     return  # every unit: a history without updates is long
 

@@ -299,7 +299,8 @@ def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields parameters and buffers; looking at a streamed one would fetch it."""
+    """Yields parameters and buffers in memory; looking at a streamed one would fetch it."""
     for module in model.modules():
         for own in (dict.values(module._parameters), module._buffers.values()):
-            yield from (t for t in own if t is not None and t.numel())
+            plain = (t for t in own if t is not None and t.layout is torch.strided)
+            yield from (t for t in plain if t.numel())

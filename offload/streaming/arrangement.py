@@ -36,14 +36,22 @@ class Arrangement:
     def fits(self) -> bool:
         return self.host.fits and self.device.fits
 
-    def require_fit(self, beside: Beside) -> None:
-        """Raises PlanError if a budget, or this machine, has too little, `beside` other models."""
+    def require_fit(self, beside: Beside, *, is_process_memory: bool) -> None:
+        """Raises PlanError if a budget, or this machine, has too little.
+
+        Args:
+            beside: What other models have.
+            is_process_memory: Whether the device's memory is this process's own.
+        """
         self.host.require_fit(beside_bytes=beside.host_bytes, is_part=beside.has_host_part)
         self.device.require_fit(beside_bytes=beside.device_bytes, is_part=beside.has_device_part)
         usable_memory().require(
             beside.host_bytes + self.host.planned_bytes,
             smallest_bytes=beside.host_bytes + self.host.smallest_bytes,
             is_bounded=self.planner.options.budget_bytes is not None,
+            device_bytes=beside.device_bytes + self.device.planned_bytes
+            if is_process_memory
+            else 0,
         )
 
 

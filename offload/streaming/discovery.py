@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
@@ -79,11 +80,14 @@ def discover_units(
     unit of its own under its own name.
 
     Raises:
-        ConfigError: A parameter has a dtype or layout that cannot be streamed, or a rule names
-            nothing.
+        ConfigError: A parameter has a dtype or layout that cannot be streamed, a module is a
+            script, or a rule names nothing.
     """
     rules = UnitRules() if rules is None else rules
+    require_no_scripts(model)
     names = _names_of_parameters(model)
+    for parameter in _once(model):
+        _require_plain(parameter, min(names[id(parameter)]))
     _require_apart(model, names)
     members: dict[int, tuple[nn.Module, ...]] = {}
     owned: set[int] = set()
@@ -118,6 +122,18 @@ def discover_units(
     _record_needs(discovered, model, owner_of, members)
     discovered.co_resident_units = max(_most_held(discovered, model, frozenset()), 1)
     return discovered
+
+
+def require_no_scripts(model: nn.Module) -> None:
+    """Raises ConfigError where a module is one of `torch.jit`: its calls are not Python's."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"module `{name}`" if name else "the model"
+            raise ConfigError(
+                f"cannot stream {which}: expected a module of Python, found a "
+                f"`{type(module).__name__}`, whose parameters `torch.jit` keeps; wrap the module "
+                "that it was made from"
+            )
 
 
 def _most_held(model: DiscoveredModel, module: nn.Module, held: frozenset[int]) -> int:
@@ -258,6 +274,22 @@ def _once(model: nn.Module) -> Iterator[nn.Parameter]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
+
+
+def _require_plain(parameter: nn.Parameter, name: str) -> None:
+    """Refuses parameters whose values are not an array in memory of their own."""
+    remedy = "convert the parameter before `wrap`"
+    if isinstance(parameter, nn.UninitializedParameter):
+        found, remedy = "one without a shape yet", "run the model once before `wrap`"
+    elif type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        found = f"a `{type(parameter).__name__}`, which keeps its values elsewhere"
+    elif parameter.is_nested or parameter.layout is not torch.strided:
+        found = "a nested one" if parameter.is_nested else f"the layout `{parameter.layout}`"
+    else:
+        return
+    raise ConfigError(
+        f"cannot stream parameter `{name}`: expected an array in memory, found {found}; {remedy}"
+    )
 
 
 def _facts_of(parameter: nn.Parameter, names: list[str]) -> ParameterFacts:

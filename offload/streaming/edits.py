@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from offload.errors import StoreError
@@ -32,12 +34,15 @@ class Edits:
         self._parameters = parameters
         self._is_training = is_training
         self._seen_versions: dict[str, int] = {}
+        # Where resident parameters have their values, by name; see `_view_of`.
+        self._views: dict[str, _View] = {}
         # Of what only bytes show, by name: the hash before the first edit since its last update.
         self._hashes_before: dict[str, int] = {}
 
     def use(self, state: ModelState) -> None:
         """Takes the state in which edits are noted from now on."""
         self._state = state
+        self._views.clear()
 
     def see(self) -> None:
         """Takes the values of now as seen: only later changes are edits."""
@@ -114,20 +119,37 @@ class Edits:
 
     def _is_edited(self, name: str) -> bool:
         """Whether the user changed a resident parameter; data that was replaced is taken over."""
-        elsewhere = self._state.elsewhere
-        shown = self._state.parameters if elsewhere is None else elsewhere.flat
-        assert shown is not None
-        shard, placed = self._state.layout.parameters[name]
-        flat, parameter = shown[shard.name], self._parameters[name]
-        view = flat[placed.start : placed.stop].view(placed.facts.shape)
-        if parameter.shape != view.shape or parameter.dtype != view.dtype:
+        view, parameter = self._view_of(name), self._parameters[name]
+        values = view.values
+        if parameter.shape != view.shape or parameter.dtype != values.dtype:
             raise StoreError(
-                f"cannot update parameter `{name}`: expected {tuple(view.shape)} of {view.dtype}, "
-                f"found {tuple(parameter.shape)} of {parameter.dtype}; do not change a wrapped "
-                "model's shapes or dtypes"
+                f"cannot update parameter `{name}`: expected {tuple(values.shape)} of "
+                f"{values.dtype}, found {tuple(parameter.shape)} of {parameter.dtype}; do not "
+                "change a wrapped model's shapes or dtypes"
             )
-        if view.numel() and parameter.data_ptr() != view.data_ptr():
-            view.copy_(parameter.data)
-            parameter.data = view
+        if parameter.data_ptr() != view.address and values.numel():
+            values.copy_(parameter.data)
+            parameter.data = values
             return True
         return parameter._version != self._seen_versions[name]
+
+    def _view_of(self, name: str) -> "_View":
+        view = self._views.get(name)
+        if view is None:
+            elsewhere = self._state.elsewhere
+            shown = self._state.parameters if elsewhere is None else elsewhere.flat
+            assert shown is not None
+            shard, placed = self._state.layout.parameters[name]
+            values = shown[shard.name][placed.start : placed.stop].view(placed.facts.shape)
+            view = _View(values=values, shape=values.shape, address=values.data_ptr())
+            self._views[name] = view
+        return view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A resident parameter's values."""
+
+    values: torch.Tensor
+    shape: torch.Size
+    address: int

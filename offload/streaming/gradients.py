@@ -1,5 +1,6 @@
 """Gradients: taken as they appear, kept in the host arena or spilled, shown as `p.grad`."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,7 +32,7 @@ def open_gradients(
     kernels: Kernels,
     make_spill: Callable[[int], Spill] | None,
     before_write: Callable[[str], None],
-    on_arrival: Callable[[str], None],
+    on_arrival: Callable[[str], None] | None,
 ) -> "Gradients":
     """Makes the accumulators of a model; see `Gradients`.
 
@@ -45,7 +46,8 @@ def open_gradients(
         kernels: For norms.
         make_spill: Gives spill files for pieces of so many bytes; needed where any are spilled.
         before_write: Called with a parameter's name before its gradient changes.
-        on_arrival: Called with a parameter's name when autograd has accumulated its gradient.
+        on_arrival: Called with a parameter's name when autograd has accumulated its gradient; None:
+            nobody waits for it.
 
     Raises:
         StorageError: The spill files can't be made.
@@ -129,7 +131,7 @@ class Gradients:
         self.flat: dict[str, torch.Tensor] = {}
         self._parameters = parameters
         self._on_arrival = on_arrival
-        self._accumulators: dict[nn.Parameter, Accumulator] = {}
+        self._accumulators: dict[int, Accumulator] = {}  # by the parameter's identity
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._device = CpuDevice() if device is None else device
         self._link_waits = link_waits
@@ -156,8 +158,8 @@ class Gradients:
                 if self.spilled is not None and shard.name in self.spilled:
                     self.spilled.on_leaving(shard.name, accumulator.settle)
                 parameter = parameters[placed.facts.name]
-                self._accumulators[parameter] = accumulator
-                self._prepare(parameter, accumulator.dtype)
+                self._accumulators[id(parameter)] = accumulator
+                self._prepare(parameter, accumulator)
 
     def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
         """Returns the gradient that the next update takes, or None if there is none.
@@ -167,7 +169,7 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             return None
-        accumulator = self._accumulators.get(parameter)
+        accumulator = self._accumulators.get(id(parameter))
         if accumulator is None:
             name = next((n for n, p in self._parameters.items() if p is parameter), "?")
             raise ConfigError(
@@ -176,7 +178,7 @@ class Gradients:
                 "`requires_grad` before `wrap`"
             )
         if not isinstance(gradient, StreamedGradient):
-            self._take(parameter, gradient.detach())
+            self._take(parameter, accumulator, gradient.detach())
         elif gradient.accumulator is not accumulator:
             accumulator.start(gradient.accumulator.read())
             parameter.grad = StreamedGradient(accumulator)
@@ -187,7 +189,7 @@ class Gradients:
         before = self.accumulator_of(parameter)  # takes in what the user assigned
         if before is not None:
             return RowGradient(before, before.writable(), parameter, is_first=False)
-        accumulator = self._accumulators[parameter]
+        accumulator = self._accumulators[id(parameter)]
         return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
 
     def settle(self) -> None:
@@ -217,7 +219,8 @@ class Gradients:
         memory = self.flat[shard.name][placed.start : placed.stop]
         return ResidentGradient(memory.view(placed.facts.shape))
 
-    def _prepare(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def _prepare(self, parameter: nn.Parameter, accumulator: Accumulator) -> None:
+        dtype = accumulator.dtype
         if dtype != parameter.dtype:
             if not hasattr(parameter, "grad_dtype"):
                 raise ConfigError(
@@ -227,25 +230,25 @@ class Gradients:
                 )
             parameter.grad_dtype = dtype
         if parameter.grad is not None:  # from before `wrap`
-            self._take(parameter, parameter.grad.detach().to(dtype))
+            self._take(parameter, accumulator, parameter.grad.detach().to(dtype))
         handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            self._on_accumulated
+            functools.partial(self._on_accumulated, accumulator)
         )
         self._handles.append(handle)
 
-    def _on_accumulated(self, parameter: torch.Tensor) -> None:
+    def _on_accumulated(self, accumulator: Accumulator, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         # None: a custom function returned none. A `grad_fn`: `create_graph`, torch still needs it.
         if gradient is None or gradient.grad_fn:
             return
-        assert isinstance(parameter, nn.Parameter)
         if not isinstance(gradient, StreamedGradient):
-            self._take(parameter, gradient)
+            self._take(parameter, accumulator, gradient)
         if self._on_arrival is not None:
-            self._on_arrival(self._accumulators[parameter].name)
+            self._on_arrival(accumulator.name)
 
-    def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        accumulator = self._accumulators[parameter]
+    def _take(
+        self, parameter: nn.Parameter, accumulator: Accumulator, gradient: torch.Tensor
+    ) -> None:
         if gradient.shape != accumulator.shape:
             raise StoreError(
                 f"cannot take the gradient of `{accumulator.name}`: expected shape "

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.streaming.discovery import DiscoveredModel
-from offload.streaming.parameters import ClosedParameters, PickledCopies, StreamedParameters
+from offload.streaming.parameters import PickledCopies, StreamedParameters, close_parameters
 from offload.streaming.residency import Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.saved import SavedTensorHooks
@@ -26,6 +26,11 @@ from offload.streaming.torch_private import (
     is_transformed,
     outside_transforms,
     pop_saved_tensor_hooks,
+)
+
+_IN_THE_STORE = (
+    "its values are in the store, if they were committed; use the model, and take "
+    "`model.state_dict()`, inside the `with` block"
 )
 
 
@@ -93,9 +98,10 @@ class StreamedModel:
         """Gives the modules their classes back; streamed parameters can't be used any more."""
         for module in self.model.modules():
             if isinstance(module._parameters, StreamedParameters):
-                items = dict.items(module._parameters)
-                stays = isinstance(self.residency, ResidentUnits)
-                module.__dict__["_parameters"] = dict(items) if stays else ClosedParameters(items)
+                if isinstance(self.residency, ResidentUnits):
+                    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+                else:
+                    close_parameters(module, found=_IN_THE_STORE)
             detach(module)
 
     def after_update(self) -> None:

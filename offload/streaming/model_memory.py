@@ -93,7 +93,7 @@ class ModelMemory:
         kernels: Kernels,
         make_spill: Callable[[int], Spill] | None,
         before_gradient: Callable[[str], None],
-        on_gradient: Callable[[str], None],
+        on_gradient: Callable[[str], None] | None,
     ) -> None:
         """Takes what is planned; nothing of the model is in it yet.
 
@@ -104,7 +104,8 @@ class ModelMemory:
             kernels: For norms of gradients.
             make_spill: Gives spill files for pieces of so many bytes.
             before_gradient: Called with a parameter's name before its gradient changes.
-            on_gradient: Called with a parameter's name when its gradient is there.
+            on_gradient: Called with a parameter's name when its gradient is there; None: nobody
+                waits for it.
 
         Raises:
             BudgetError: Other models of the session have too much.

@@ -35,6 +35,14 @@ class UnitTier(Protocol):
         """Returns what the transfers are in flight on: a path or the link, for stall accounts."""
         ...
 
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Waits for what `waits_for` names, and raises nothing of it.
+
+        Returns:
+            False if nothing but the transfers' own `wait` is left.
+        """
+        ...
+
     def settle(self) -> None:
         """Waits until no read uses memory of the tier that an update changes."""
         ...

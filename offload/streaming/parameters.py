@@ -1,7 +1,8 @@
 """A module's `_parameters`, which fetches a parameter that is used outside its module's call."""
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ is pickled once."""
 
 class ClosedParameters(dict[str, nn.Parameter | None]):
     """The parameters of a module whose session is closed: every look at them is refused."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], *, found: str) -> None:
+        """Takes the parameters.
+
+        Args:
+            parameters: Of one module.
+            found: Why they are refused, and what to do, for the message.
+        """
+        super().__init__(parameters)
+        self._found = found
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         raise self._error(name)
@@ -37,11 +48,13 @@ class ClosedParameters(dict[str, nn.Parameter | None]):
         raise self._error(next(iter(self), ""))
 
     def _error(self, name: str) -> StoreError:
-        return StoreError(
-            f"cannot use parameter `{name}`: its session is closed and its values are in the "
-            "store, if they were committed; use the model, and take `model.state_dict()`, inside "
-            "the `with` block"
-        )
+        return StoreError(f"cannot use parameter `{name}`: its session is closed and {self._found}")
+
+
+def close_parameters(module: nn.Module, *, found: str) -> None:
+    """Has every look at a module's parameters refused; see `ClosedParameters`."""
+    items = dict.items(module._parameters)
+    module.__dict__["_parameters"] = ClosedParameters(dict(items), found=found)
 
 
 class StreamedParameters(dict[str, nn.Parameter | None]):
@@ -68,31 +81,57 @@ class StreamedParameters(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
-        copy: dict[str, nn.Parameter | None] = {}
+        copied: dict[str, nn.Parameter | None] = {}
         for name, parameter in self._fetched_items():
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = _plain_copy(parameter)
-            copy[name] = None if parameter is None else memo[id(parameter)]
-        return copy
+            copied[name] = None if parameter is None else memo[id(parameter)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (), None, None, self._pickled_items()
+        return dict, (), None, None, zip(self, self.pickled(dict.values(self)), strict=True)
 
-    def _pickled_items(self) -> Iterator[tuple[str, nn.Parameter | None]]:
+    def list_of(self, values: list[Any]) -> "ListedParameters | None":
+        """Returns a list of these parameters that copies as they do; None if others are in it."""
+        own = {id(None), *map(id, dict.values(self))}
+        return (
+            ListedParameters(values, self) if values and own.issuperset(map(id, values)) else None
+        )
+
+    def pickled(self, parameters: Iterable[nn.Parameter | None]) -> Iterator[nn.Parameter | None]:
         """Yields copies: a pickler keeps what it has seen, and would keep every slot."""
-        for name, parameter in self._fetched_items():
+        for parameter in parameters:
             if parameter is None:
-                yield name, None
+                yield None
                 continue
+            self._on_access(id(parameter))
             key = id(parameter), parameter._version
-            copy = self._pickled.get(key)
-            if copy is None:
-                copy = self._pickled[key] = _plain_copy(parameter)
-            yield name, copy
+            pickled = self._pickled.get(key)
+            if pickled is None:
+                pickled = self._pickled[key] = _plain_copy(parameter)
+            yield pickled
 
     def _fetched_items(self) -> Iterator[tuple[str, nn.Parameter | None]]:
         for name in list(self):
             yield name, self[name]
+
+
+class ListedParameters(list[nn.Parameter | None]):
+    """What a module lists of its parameters beside them, as recurrent layers of torch do.
+
+    Copies and pickles are plain lists of the copied parameters.
+    """
+
+    def __init__(self, values: list[nn.Parameter | None], parameters: StreamedParameters) -> None:
+        super().__init__(values)
+        self._parameters = parameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[nn.Parameter | None]:
+        copy.deepcopy(self._parameters, memo)
+        return [None if parameter is None else memo[id(parameter)] for parameter in self]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (), None, self._parameters.pickled(self)
 
 
 def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:

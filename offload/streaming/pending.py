@@ -73,10 +73,11 @@ class PendingUnits:
 
     def waits_for(self, transfers: Sequence[Transfer]) -> str:
         """Returns what the tier does, of reads that were late too."""
-        plain: list[Transfer] = []
-        for transfer in transfers:
-            plain += transfer.transfers if isinstance(transfer, LateRead) else [transfer]
-        return self._tier.waits_for(plain)
+        return self._tier.waits_for(_plain(transfers))
+
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """As the tier does, of reads that were late too."""
+        return self._tier.wait_part(_plain(transfers))
 
     @property
     def granule_bytes(self) -> int:
@@ -156,6 +157,14 @@ class PendingUnits:
             return [late]
         self._deferred.wait_for(number)
         return read(is_prefetch)
+
+
+def _plain(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Returns the transfers themselves of reads that were late."""
+    found: list[Transfer] = []
+    for transfer in transfers:
+        found += transfer.transfers if isinstance(transfer, LateRead) else [transfer]
+    return found
 
 
 class LateRead:

@@ -28,7 +28,7 @@ from offload.streaming.part_reads import PartReads
 from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.torch_private import is_in_backward
-from offload.streaming.trace import NEVER, Access, AccessTrace
+from offload.streaming.trace import NEVER, AccessTrace, access_of
 from offload.streaming.unit import (
     Binding,
     CopyState,
@@ -178,7 +178,7 @@ class Residency:
         """
         if unit.kept_names:
             return
-        if unit.index not in self._staying(None):
+        if not self._stays(unit):
             self.evict(unit)
         self.prefetch()
 
@@ -191,17 +191,25 @@ class Residency:
         if ended is None or ended is unit or ended.state is not CopyState.CLEAN:
             return
         is_predicted = self.trace.next_use(ended.index) != NEVER
-        stays = ended.index in self._staying(unit) or ended.num_holds > 0 or ended.kept_names
+        stays = self._stays(ended, first=unit) or ended.num_holds > 0 or ended.kept_names
         if is_predicted and not stays:
             self.evict(ended)
+
+    def _stays(self, unit: StreamedUnit, *, first: StreamedUnit | None = None) -> bool:
+        """Returns whether `unit` is one of `_staying`, at once where there is a slot for each."""
+        if self.num_slots - self._num_held(first) >= len(self.units):
+            return unit is first or self.trace.next_use(unit.index) != NEVER
+        return unit.index in self._staying(first)
 
     def _staying(self, first: StreamedUnit | None) -> set[int]:
         """Returns the next units, one for each slot: `first`, if there is one, comes first."""
         following = self.trace.upcoming()
-        num_held = sum(unit.num_holds > 0 for unit in self.units if unit is not first)
         if first is not None:
             following = itertools.chain([first.index], following)
-        return self._keeping.staying(following, num_held=num_held)
+        return self._keeping.staying(following, num_held=self._num_held(first))
+
+    def _num_held(self, besides: StreamedUnit | None) -> int:
+        return len([u for u in self.units if u.num_holds > 0 and u is not besides])
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
@@ -225,7 +233,7 @@ class Residency:
         if torch.is_grad_enabled() and not (is_backward or is_in_backward()):
             self.threads.add(this_thread())
         if is_recorded:
-            self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+            self.trace.record(access_of(unit.index, is_backward=is_backward))
             self._note_use(unit)
             if is_backward and unit is not self._current:
                 self._on_backward()
@@ -288,18 +296,19 @@ class Residency:
 
         What an update is still to write has its slot as early as there is one: then it is not read.
         """
-        with filling_slots():
-            self._start_ahead()
+        if CopyState.ABSENT in [unit.state for unit in self.units]:
+            with filling_slots():
+                self._start_ahead()
 
     def _start_ahead(self) -> None:
-        current = self._current
+        distance, current = self._distance.units, self._current
         in_use = current if current is not None and current.state is CopyState.CLEAN else None
         staying, ahead = self._staying(in_use), 0
         for index in self.trace.upcoming():
             if index not in staying:
                 return
             unit = self.units[index]
-            is_near, ahead = ahead < self._distance.units, ahead + 1
+            is_near, ahead = ahead < distance, ahead + 1
             if unit.state is not CopyState.ABSENT or unit.is_wide:
                 continue
             if not (is_near or self._tier.bytes_from_update(unit.layout)):
@@ -315,7 +324,7 @@ class Residency:
 
     def note_wide(self, unit: StreamedUnit, *, is_backward: bool) -> None:
         """Records that a call uses a wide unit; waits for its update."""
-        self.trace.record(Access(unit=unit.index, is_backward=is_backward))
+        self.trace.record(access_of(unit.index, is_backward=is_backward))
         self._begin_use(unit)
         self._tier.wait_readable(unit.layout)
 
@@ -430,7 +439,7 @@ class Residency:
             raise
 
     def _wait(self, transfers: Sequence[Transfer], cause: str) -> None:
-        """Waits for transfers, and counts each wait as one for what it was for.
+        """Waits for transfers, and counts each part of a wait as one for what it was for.
 
         Those for updates are counted where these run.
         """
@@ -439,10 +448,14 @@ class Residency:
         for transfer in transfers:
             if isinstance(transfer, HandedOver):
                 continue
-            waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
-            transfer.wait()
-            duration_s = time.perf_counter() - started_s
-            waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
+            is_left = True
+            while is_left:
+                waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
+                is_left = self._tier.wait_part([transfer])
+                if not is_left:
+                    transfer.wait()
+                duration_s = time.perf_counter() - started_s
+                waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
         self.counters.io_wait_s += sum(waited_s.values())
         if self._stalls is not None:
             for waits_for, duration_s in waited_s.items():

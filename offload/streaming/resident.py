@@ -10,7 +10,7 @@ from offload.layout import ModelLayout
 from offload.optim.deferred import DeferredUpdates
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.placeholders import Placeholder, find_written
-from offload.streaming.trace import Access, AccessTrace
+from offload.streaming.trace import AccessTrace, access_of
 
 
 class ResidentUnit:
@@ -83,9 +83,10 @@ class ResidentUnits:
         for name, unit in self._unit_of.items():
             if name in names:
                 unit.hidden.add(name)
-                self._parameters[name].data = self._placeholders[name].tensor
-                if self._parameters[name].numel():
-                    self._versions[name] = self._parameters[name]._version
+                parameter = self._parameters[name]
+                parameter.data = self._placeholders[name].tensor
+                if parameter.numel():
+                    self._versions[name] = parameter._version
 
     def require_untouched(self) -> None:
         """Looks for writes to hidden parameters that nobody has looked for yet.
@@ -111,7 +112,7 @@ class ResidentUnits:
     def hold(self, index: int) -> None:
         """Shows a unit's parameters for a call."""
         if self.units[index].num_holds == 0:
-            self.trace.record(Access(unit=index, is_backward=False))
+            self.trace.record(access_of(index, is_backward=False))
             self._look(index)
         self.units[index].num_holds += 1
 
@@ -125,7 +126,7 @@ class ResidentUnits:
         del parameter_id
         if index not in self._accessed:
             self._accessed.add(index)
-            self.trace.record(Access(unit=index, is_backward=False))
+            self.trace.record(access_of(index, is_backward=False))
         self._look(index)
 
     def begin_pass(self, *, is_evaluation: bool) -> None:
@@ -161,7 +162,9 @@ class ResidentUnits:
         """Does nothing: all is in memory."""
 
     def _show(self, unit: ResidentUnit) -> None:
-        if unit.hidden and self._on_device is not None:
+        if not unit.hidden:
+            return
+        if self._on_device is not None:
             self._on_device.wait(unit.index)
         shown = [name for name in sorted(unit.hidden) if not self._is_replaced(name)]
         self._require_untouched(shown, reads_values=not self._reads_late)
@@ -172,8 +175,9 @@ class ResidentUnits:
         unit.hidden.clear()
 
     def _is_replaced(self, name: str) -> bool:
-        parameter, placeholder = self._parameters[name], self._placeholders[name]
-        return bool(parameter.numel()) and parameter.data_ptr() != placeholder.tensor.data_ptr()
+        parameter = self._parameters[name]
+        is_there = parameter.data_ptr() == self._placeholders[name].address
+        return not is_there and parameter.numel() > 0
 
     def _require_untouched(self, names: Collection[str], *, reads_values: bool) -> None:
         written = [

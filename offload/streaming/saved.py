@@ -30,6 +30,8 @@ from offload.streaming.torch_private import (
 from offload.streaming.unit import Binding, StreamedUnit
 from offload.streaming.versions import counter_of, modified_message
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 
 @dataclass(slots=True, kw_only=True)
 class SavedParameter:
@@ -111,7 +113,7 @@ class SavedTensorHooks(HookPair):
         self._casts = Casts(residency.units, residency.threads)
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
-        if type(tensor) in (torch.Tensor, nn.Parameter) and has_memory(tensor):
+        if _is_plain(tensor) and has_memory(tensor):
             unit = self._residency.unit_of(tensor)
             if unit is not None:
                 return self._handle_of(tensor, unit)
@@ -169,6 +171,19 @@ class SavedTensorHooks(HookPair):
                 "`.data` between; run the forward again"
             )
         return saved.again(base)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is as torch's own: a class derived from these may say what operations do."""
+    cls = type(tensor)
+    return cls in _PLAIN or any(_operates_as(cls, plain) for plain in _PLAIN)
+
+
+def _operates_as(cls: type[torch.Tensor], plain: type[torch.Tensor]) -> bool:
+    names = ("__torch_function__", "__torch_dispatch__")
+    own, expected = ([getattr(each, name) for name in names] for each in (cls, plain))
+    # Class methods are bound anew to each class.
+    return [getattr(f, "__func__", f) for f in own] == [getattr(f, "__func__", f) for f in expected]
 
 
 def _require_version(

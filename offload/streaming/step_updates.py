@@ -25,7 +25,8 @@ class StepUpdates:
     Attributes:
         pipeline: Reads, updates and writes records.
         stalls: What the caller's thread waited for.
-        failure: What ended an update or a step in its middle; None where nothing did.
+        failure: What ended an update or a step in its middle, or an update under backward; None
+            where nothing did.
         on_failure: Called when that is first known.
         deferred: The updates that run under the next forward; None where they run at once.
         early: The updates that run under backward; None where none do.
@@ -38,6 +39,7 @@ class StepUpdates:
         self.pipeline: UpdatePipeline
         self.stalls = StallAccount()
         self.failure: BaseException | None = None
+        self._found = ""  # after `failure`
         self.on_failure: Callable[[], None] = lambda: None
         self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
         self.early = EarlyUpdates(self.stalls) if is_early else None
@@ -94,6 +96,10 @@ class StepUpdates:
                     "left it, found it clipped by a global norm or unscaled; set "
                     '`policy.overlap` to `"forward"` or `"none"`'
                 )
+        try:
+            early.finish()
+        finally:
+            self._fail_early()
         try:
             return early.take(updates, edited=edited)
         except BaseException as error:  # some of it may be current already
@@ -180,7 +186,7 @@ class StepUpdates:
             try:
                 self.early.finish()
             finally:
-                self.fail(self.early.failure)
+                self._fail_early()
         if self.deferred is None:
             return
         try:
@@ -238,13 +244,26 @@ class StepUpdates:
             if self.failure is None and not deferred.was_raised:
                 deferred.finish()
         finally:
+            self.fail(deferred.failure)
             deferred.close()
             if self.resident is not None:
                 self.resident.show_all()
 
     def fail(self, error: BaseException | None) -> None:
         """Notes what left the state between two steps; None: nothing did."""
-        if self.failure is None and error is not None:
+        if error is not None:
+            self._found = "it between two steps, as an update failed"
+            self._note_failure(error)
+
+    def _fail_early(self) -> None:
+        """Notes what ended an update under backward: what it wrote is not current."""
+        failure = None if self.early is None else self.early.failure
+        if failure is not None and self.failure is None:
+            self._found = "that an update which began under backward failed"
+            self._note_failure(failure)
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self.failure is None:
             self.failure = error
             self.on_failure()
 
@@ -254,9 +273,9 @@ class StepUpdates:
 
     def require_whole(self, action: str) -> None:
         """Raises StoreError if an update or a step failed in its middle."""
-        for updates in (self.deferred, self.early):
-            if updates is not None:
-                self.fail(updates.failure)
+        self._fail_early()
+        if self.deferred is not None:
+            self.fail(self.deferred.failure)
         self._require_no_failure(action)
 
     def require_usable(self) -> None:
@@ -268,11 +287,12 @@ class StepUpdates:
             StorageError, CorruptStateError: An update failed, which the caller does not know yet.
             StoreError: One failed before.
         """
-        if self.deferred is not None:
+        if self.deferred is not None and self.deferred.failure is not None:
             if not self.deferred.was_raised:
                 self.deferred.raise_failure()
             self.fail(self.deferred.failure)
-        self._require_no_failure("use a parameter")
+        if self.failure is not None:
+            self._require_no_failure("use a parameter")
 
     def note_raised(self, error: BaseException) -> None:
         """Says that the caller gets `error`, which an update may have failed with."""
@@ -282,7 +302,7 @@ class StepUpdates:
     def _require_no_failure(self, action: str) -> None:
         if self.failure is not None:
             raise StoreError(
-                f"cannot {action}: expected the state of one step, found it between two steps, as "
-                f"an update failed ({self.failure}); go back with `session.load(checkpoint)`, or "
-                "close the session and resume from the last commit"
+                f"cannot {action}: expected the state of one step, found {self._found} "
+                f"({self.failure}); go back with `session.load(checkpoint)`, or close the session "
+                "and resume from the last commit"
             ) from self.failure

@@ -10,17 +10,24 @@ engine is a weak registry, deep copies and pickles are plain modules.
 What a compiler traces becomes the way in which a graph finds its inputs. A look at the registry
 would let it find a module by its place there, and one block's graph, reused for the next, would
 read the first one's parameters. So under a compiler only the class is asked.
+
+[Note: a swapped class is no class of the program's]
+What a program does for each of its classes (`__init_subclass__`, a metaclass that registers them or
+wants arguments) is not done for one that is swapped in.
 """
 
+import abc
+import operator
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from offload.errors import StoreError
+from offload.streaming.parameters import StreamedParameters
 
 Call = Callable[..., Any]
 
@@ -52,6 +59,9 @@ class Streamed:
     _offload_is_unit = False
     _offload_original: type[nn.Module]
 
+    def __init_subclass__(cls) -> None:
+        """See [Note: a swapped class is no class of the program's]."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():  # see [Note: nothing of the engine is traced]
@@ -76,7 +86,10 @@ class Streamed:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new_plain, (original_class(type(self)),), self.__dict__.copy()  # type: ignore[arg-type]
+        reduced: Any = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):  # the name of a global
+            return reduced
+        return _as_plain(self, *reduced)  # type: ignore[arg-type]
 
 
 class InPieces(Streamed):
@@ -98,17 +111,19 @@ def attach(module: nn.Module, attachment: Attachment, *, forward: Call | None = 
         attachment: What is around its calls.
         forward: Computes in the place of the module's own `forward`.
     """
-    cls, is_unit = type(module), attachment.is_unit or forward is not None
+    cls, is_unit = original_class(type(module)), attachment.is_unit or forward is not None
     key = cls, is_unit, forward is not None
     if key not in _classes:
-        own = {
+        own: dict[str, Any] = {
             "__module__": cls.__module__,
             "_offload_is_unit": is_unit,
             "_offload_original": cls,
         }
+        if hasattr(cls, "__deepcopy__"):
+            own["__deepcopy__"] = _deep_copy_as_plain
         base = Streamed if forward is None else InPieces
         made_by = _keeping_properties(type(cls)) if is_parametrized(module) else type(cls)
-        _classes[key] = made_by(cls.__name__, (base, cls), own)
+        _classes[key] = _new_class(made_by, cls.__name__, (base, cls), own)
     if forward is not None:
         _forwards[module] = forward
     _attachments[module] = attachment
@@ -140,6 +155,11 @@ def detach(module: nn.Module) -> None:
     _forwards.pop(module, None)
     if _attachments.pop(module, None) is not None:
         module.__class__ = original_class(type(module))
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Tells whether calls of `module` go through an attachment: those of a copy do not."""
+    return module in _attachments
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -174,5 +194,39 @@ def _keeping_properties(metaclass: type[type]) -> type[type]:
     return type(metaclass.__name__, (_KeepsProperties, metaclass), {})
 
 
-def _new_plain(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
+def _new_class(
+    made_by: type[type], name: str, bases: tuple[type, ...], own: dict[str, Any]
+) -> type[nn.Module]:
+    """Makes a class as Python does, and not as a metaclass of the program's would."""
+    basic = abc.ABCMeta if issubclass(made_by, abc.ABCMeta) else type
+    return cast(type[nn.Module], basic.__new__(made_by, name, bases, own))
+
+
+def _as_plain(
+    module: nn.Module,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    state: Any = None,
+    *items: Any,
+) -> tuple[Any, ...]:
+    """Returns how a copy is made of the class that a swapped one was made from.
+
+    Nothing in it is of this package: a pickle can be read where that is not.
+    """
+    cls, parameters = type(module), module._parameters
+    plain = original_class(cls)
+    if isinstance(state, dict) and isinstance(parameters, StreamedParameters):
+        lists = {k: parameters.list_of(v) for k, v in state.items() if type(v) is list}
+        state = {**state, **{name: each for name, each in lists.items() if each is not None}}
+    is_new = getattr(make, "__name__", "") == "__newobj__"
+    if is_new:  # of `copyreg`: picklers compare its class with the module's
+        return operator.methodcaller("__new__", plain, *args[1:]), (plain,), state, *items
+    return make, tuple(plain if each is cls else each for each in args), state, *items
+
+
+def _deep_copy_as_plain(module: Any, memo: dict[int, Any]) -> Any:
+    """Copies by what the class of the program has for it."""
+    cls: Any = original_class(type(module))
+    copied = cls.__deepcopy__(module, memo)
+    copied.__class__ = original_class(type(copied))
+    return copied

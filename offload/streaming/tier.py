@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -59,6 +60,10 @@ class StoredUnits:
             if isinstance(transfer, StoreTicket) and (path := transfer.waits_for()) is not None:
                 return path_label(self._store.roots[path])
         return CHECKSUM
+
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Waits for one path of the first transfer that is in flight, False if none is."""
+        return any(isinstance(each, StoreTicket) and each.wait_part() for each in transfers)
 
     @property
     def granule_bytes(self) -> int:
@@ -193,6 +198,11 @@ class HostUnits:
         del transfers
         return LINK
 
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Returns False: copies have no parts."""
+        del transfers
+        return False
+
     @property
     def granule_bytes(self) -> int:
         """The smallest part that is worth a copy."""
@@ -319,6 +329,15 @@ class StagedUnits:
                 return self._stored.waits_for(transfer.reads)
         return LINK
 
+    def wait_part(self, transfers: Sequence[Transfer]) -> bool:
+        """Waits for one path of the first read, or for its checksums, False where all are read."""
+        for transfer in transfers:
+            if isinstance(transfer, _StagedRead) and not transfer.is_read():
+                if not self._stored.wait_part(transfer.reads):
+                    transfer.wait_read()
+                return True
+        return False
+
     def can_prefetch(self) -> bool:
         """Returns whether a staging slot is free."""
         self._reap()
@@ -337,7 +356,7 @@ class StagedUnits:
         memory = slot.memory[: len(into)]
         try:
             reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch, part=part)
-        except BaseException:
+        except Exception:  # after an interrupt a read may be on its way
             self._staging.release(slot)
             raise
         copy = self._executor.submit(self._copy_when_read, reads, memory, into)
@@ -347,13 +366,11 @@ class StagedUnits:
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit through a staging slot and waits."""
         slot = self._take_slot()
-        try:
+        with self._staging.releasing(slot):
             memory = slot.memory[: unit.num_bytes]
             into = torch.frombuffer(memory, dtype=torch.uint8)
             self._device.copy_out(source, into).synchronize()
             self._stored.write_from(unit, memory)
-        finally:
-            self._staging.release(slot)
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
         """Writes the whole unit from host memory and waits."""
@@ -411,6 +428,10 @@ class _StagedRead:
     def is_read(self) -> bool:
         """Returns whether the bytes are in host memory."""
         return self._copy.done()
+
+    def wait_read(self) -> None:
+        """Waits until the bytes are in host memory; does not raise what the read gave."""
+        futures.wait([self._copy])
 
     def wait(self) -> None:
         """Waits until computing may follow, or raises what the read gave."""

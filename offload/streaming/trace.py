@@ -3,12 +3,11 @@
 An access that the prediction does not hold is never wrong, only unforeseen.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
-from offload.streaming.access_history import NEVER, UPDATE, Access, AccessHistory
+from offload.streaming.access_history import NEVER, UPDATE, Access, AccessHistory, access_of
 
-__all__ = ["NEVER", "Access", "AccessTrace"]
+__all__ = ["NEVER", "Access", "AccessTrace", "access_of"]
 
 
 class AccessTrace:
@@ -47,10 +46,11 @@ class AccessTrace:
 
         Backward asks for a unit once per saved weight: a run of these is one access.
         """
-        if access.is_backward and self._history.last == access:
+        last = self._history.last
+        if access.is_backward and (last is access or last == access):
             return
         if self._is_evaluation:
-            access = dataclasses.replace(access, is_evaluation=True)
+            access = access_of(access.unit, is_backward=access.is_backward, is_evaluation=True)
         self.divergences += self._history.add(access)
 
     def upcoming(self) -> Iterator[int]:

@@ -127,7 +127,6 @@ class Binding:
     """
 
     __slots__ = (
-        "_absent_address",
         "name",
         "num_bytes",
         "num_changes",
@@ -146,7 +145,6 @@ class Binding:
         self.offset_bytes = offset_bytes
         self.num_bytes = parameter.numel() * parameter.element_size()
         self.placeholder = Placeholder(parameter, device=device)
-        self._absent_address = self.placeholder.tensor.data_ptr()
         self.seen_version = parameter._version
         self.values_since = BEGINNING
         self.num_changes = 0
@@ -197,7 +195,7 @@ class Binding:
         See [Note: a write to an absent parameter shows]: some writes show in the placeholder alone.
         """
         parameter = self.parameter
-        is_elsewhere = parameter.data_ptr() != self._absent_address
+        is_elsewhere = parameter.data_ptr() != self.placeholder.address
         return is_elsewhere or parameter._version != self.seen_version
 
     def is_in(self, base: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.devices import CpuDevice, Device
+from offload.devices.opening import is_process_memory
 from offload.errors import StoreError
 from offload.layout import ModelLayout
 from offload.memory import Budget, trim_heap
@@ -32,11 +34,14 @@ from offload.streaming.edits import Edits
 from offload.streaming.link_waits import LinkWaits
 from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.model_memory import ModelMemory
+from offload.streaming.parameters import close_parameters
 from offload.streaming.residency import Residency
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.wrap_options import WrapOptions
 from offload.streaming.write_back import write_dirty
+
+logger = logging.getLogger("offload.streaming")
 
 
 class WrappedModel:
@@ -127,7 +132,9 @@ class WrappedModel:
         if stored is not None:
             self.require_layout(stored)
         self.plan, self.device_plan = arrangement.host, arrangement.device
-        arrangement.require_fit(self.options.beside)
+        arrangement.require_fit(
+            self.options.beside, is_process_memory=is_process_memory(self.device.kind)
+        )
         log_wide(arrangement)
         log_strided(discovered)
         for unit in discovered.units:
@@ -164,6 +171,8 @@ class WrappedModel:
     def close(self) -> None:
         """Applies what is pending and detaches from the model's modules; may be called again.
 
+        Parameters that an update left between two steps are refused for good.
+
         Raises:
             StorageError, CorruptStateError: The pending updates failed.
         """
@@ -174,6 +183,8 @@ class WrappedModel:
             if self._activations is not None:
                 self._activations.close()
             self._attachment.close()
+            if self._updates.failure is not None and self.residency is None:
+                self._refuse_for_good(self._updates.failure)
             self._memory.close()
 
     # What the optimizer asks.
@@ -373,7 +384,7 @@ class WrappedModel:
             kernels=self._kernels,
             make_spill=self._make_spill,
             before_gradient=self._before_gradient_changes,
-            on_gradient=self._on_gradient,
+            on_gradient=None if self._updates.early is None else self._on_gradient,
         )
         if self._memory.gradients is not None:
             self.counters.spilled = self._memory.gradients.spilled
@@ -434,8 +445,7 @@ class WrappedModel:
 
     def _increment_versions(self, names: Iterable[str]) -> None:
         """As after any in-place change: a graph that saved the old values must not be used."""
-        for name in names:
-            torch.autograd.graph.increment_version(self._parameters[name])
+        torch.autograd.graph.increment_version([self._parameters[name] for name in names])
         self._edits.see_versions()
         self._attachment.see_versions()
 
@@ -443,6 +453,20 @@ class WrappedModel:
         """Has modules refuse the parameters, and graphs that saved some: values are mixed."""
         self._attachment.refuse(self._updates.require_usable)
         self._increment_versions(self._parameters)
+
+    def _refuse_for_good(self, failure: BaseException) -> None:
+        logger.warning(
+            "the parameters of a model keep values of two steps, since an update failed (%s); "
+            "resume from the last commit",
+            failure,
+        )
+        found = (
+            f"its values are of two steps, as an update failed ({failure}); build the model anew "
+            "and wrap it in a session that resumes from the last commit"
+        )
+        for module in self.model.modules():
+            if module._parameters:
+                close_parameters(module, found=found)
 
     def _leave_slots(self, *, before_commit: bool) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""

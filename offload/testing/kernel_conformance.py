@@ -90,6 +90,27 @@ class KernelConformance:
         assert torch.equal(case.operands.gradient, before)
 
     @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
+    def test_a_prepared_update_reads_the_memory_of_each_step(
+        self, kernels: Kernels, form: str, dtype: torch.dtype
+    ) -> None:
+        case, again = (random_case(200, form, dtype, seed=4) for _ in range(2))
+        update = kernels.prepare(case.operands)
+
+        for factors in ((), (0.5,), ()):
+            update([whole(200)], gradient_scales=factors)
+            kernels.update(again.operands, [whole(200)], gradient_scales=factors)
+            for each in (case, again):
+                each.operands.gradient.neg_()
+
+        found, expected = case.operands, again.operands
+        assert np.array_equal(bits(found.parameter), bits(expected.parameter))
+        assert np.array_equal(bits(master_of(found)), bits(master_of(expected)))
+        for name, values in found.state.items():
+            assert np.array_equal(bits(values), bits(expected.state[name])), name
+        with pytest.raises(ConfigError, match="overlap"):
+            update([whole(200), whole(200)])
+
+    @pytest.mark.parametrize(("form", "dtype"), TYPICAL)
     def test_misaligned_views_equal_the_oracle(
         self, kernels: Kernels, form: str, dtype: torch.dtype
     ) -> None:

@@ -56,3 +56,20 @@ def test_the_benchmark_of_prefetch_prints_its_figures():
     assert 0 <= found["prefetch_hit_rate"] <= 1
     assert found["accesses_per_step"] > 0
     assert found["resident_over_plain"] > 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_resident_models_prints_a_ratio_for_each_case():
+    script = ROOT / "benchmarks" / "resident.py"
+
+    done = subprocess.run(
+        [sys.executable, script, "--small", "--json", "--shapes", "convolutional"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 9
+    assert all(row["over_plain"] > 0 for row in found)

@@ -68,6 +68,21 @@ def test_an_update_on_emulated_paths_is_compared_with_its_bound(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(shutil.which("fio") is None, reason="there is no fio")
+def test_an_update_on_the_drive_as_it_is_is_compared_with_fio_step_by_step(tmp_path):
+    done = run_script(
+        "update_bound.py", "--raw", tmp_path, "--parameters", "3e6", "--steps", "2",
+        "--shares", "0", "--fio-ms", "50",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["f = 0.0"]
+    assert len(found["by_step"]) == len(found["each_way_mb_per_s_by_step"]) == 2
+    assert len(found["fio"]) == 3  # before, between and after them
+    assert all(rates["mixed_mb_per_s"] > 0 for (rates,) in found["fio"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_overlap_forward_is_compared_with_none(tmp_path):
     done = run_script(
         "overlap_forward.py", tmp_path, "--layers", "2", "--width", "128", "--steps", "3",

@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.layout import UnitFacts, build_layout
 from offload.memory import Budget, SlotPool, memory_of
+from offload.storage.stalls import StallAccount
 from offload.streaming.discovery import discover_units
 from offload.streaming.model import StreamedModel
 from offload.streaming.residency import Residency
@@ -19,12 +20,16 @@ WIDTH = 64
 
 
 class FakeTier:
-    """Keeps units in memory and notes what is read, in order; a copy is complete at once."""
+    """Keeps units in memory and notes what is read, in order; a copy is complete at once.
+
+    `parts` names what a transfer is in flight on, one after the other.
+    """
 
     def __init__(self, events, device):
         self.events = events
         self.device = device
         self.stored = {}
+        self.parts = ["path"]
 
     def can_prefetch(self):
         return True
@@ -45,7 +50,13 @@ class FakeTier:
         pass
 
     def waits_for(self, transfers):
-        return "path"
+        return self.parts[0]
+
+    def wait_part(self, transfers):
+        if len(self.parts) == 1:
+            return False
+        self.events.append(f"wait {self.parts.pop(0)}")
+        return True
 
     def start_read(self, unit, into, *, is_prefetch):
         self.events.append(f"{'prefetch' if is_prefetch else 'fetch'} {unit.name}")
@@ -87,7 +98,8 @@ class Harness:
         torch.manual_seed(0)
         self.events = []
         self.model = Chain(layers)
-        tier = FakeTier(self.events, self.device)
+        self.tier = tier = FakeTier(self.events, self.device)
+        self.stalls = StallAccount()
         discovered = discover_units(self.model)
         for unit in discovered.units:
             unit.facts = UnitFacts(name=unit.facts.name[-1], parameters=unit.facts.parameters)
@@ -114,6 +126,7 @@ class Harness:
             prefetch_distance=distance,
             on_edit=lambda edits: None,
             device=self.device,
+            stalls=self.stalls,
         )
         self.streamed = StreamedModel(
             self.model,

@@ -313,3 +313,17 @@ def test_what_a_pass_in_inference_mode_prefetches_is_trained_with():
     harness.forward().backward()
 
     assert all(layer.weight.grad is not None for layer in harness.model.layers)
+
+
+def test_each_part_of_a_wait_is_for_what_it_was_for():
+    harness = Harness(slots=1, distance=0)
+    harness.tier.parts = ["path /a", "path /b", "checksum"]
+
+    harness.residency.fetch(harness.residency.units[0])
+
+    assert harness.take() == ["fetch 0", "wait path /a", "wait path /b"]
+    found = {stall.waits_for: stall for stall in harness.stalls.stalls()}
+    assert set(found) == {"path /a", "path /b", "checksum"}
+    assert {(stall.cause, stall.count) for stall in found.values()} == {("fetching a unit", 1)}
+    waited_s = sum(stall.duration_s for stall in found.values())
+    assert waited_s == pytest.approx(harness.residency.counters.io_wait_s)

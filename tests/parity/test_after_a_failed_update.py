@@ -1,6 +1,7 @@
 """After an update that failed in its middle nothing computes with parameters of two steps."""
 
 import contextlib
+import copy
 import itertools
 
 import pytest
@@ -154,6 +155,82 @@ def test_a_failed_load_leaves_a_state_that_was_whole_refused_too(tmp_path, monke
         with pytest.raises(offload.StoreError, match="two steps"):
             session.commit()
         session.load("one")
+        require_equal_state(session, model, reference)
+
+
+@pytest.mark.parametrize("case", [
+    ("cpu", "host", "none"), ("cpu", "host", "forward"), ("emulated", "device", "none"),
+    ("emulated", "device", "forward"), ("cpu", "storage", "none"),
+], ids="-".join)  # fmt: skip
+def test_parameters_of_two_steps_are_refused_after_the_session_too(tmp_path, caplog, case):
+    with opened(tmp_path, *case) as (session, model, _, _):
+        pass
+
+    uses_of_plain = (
+        lambda: loss_of(model, 3),
+        lambda: model.head.weight,
+        model.state_dict,
+        lambda: list(model.parameters()),
+        lambda: copy.deepcopy(model),
+    )
+    for use in uses_of_plain:
+        with pytest.raises(offload.StoreError, match="its session is closed and its values are"):
+            use()
+    if case[1] != "storage":
+        assert "values of two steps" in caplog.text
+        with pytest.raises(offload.StoreError, match=r"two steps.*what was refused.*resume"):
+            model.head.weight  # noqa: B018 - what is refused
+    session.close()
+
+
+def test_an_update_pending_at_close_that_fails_leaves_parameters_refused(tmp_path):
+    session = sessions.open_session(tmp_path, ("host", "storage"), device="cpu", overlap="forward")
+    session.open()
+    model = session.wrap(build(SmallGPT))
+    optimizer = session.AdamW(model.parameters(), **OPTIONS)
+    loss_of(model, 1).backward()
+    with keeping_no_record(session), refusing("write", 2, waits=False, goes_on=True):
+        optimizer.step()
+        with pytest.raises(offload.StorageError, match="what was refused"):
+            session.close()
+
+    with pytest.raises(offload.StoreError, match=r"two steps.*what was refused.*resume"):
+        loss_of(model, 3)
+
+
+def test_parameters_of_one_step_stay_usable_after_the_session(tmp_path):
+    how = {"device": "cpu", "overlap": "none"}
+    with sessions.open_session(tmp_path, ("host", "storage"), **how) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+
+    expected = reference.model.state_dict()
+    assert all(torch.equal(values, expected[n]) for n, values in model.state_dict().items())
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_an_update_under_backward_that_failed_does_not_say_that_values_are_mixed(tmp_path, overlap):
+    with sessions.open_session(tmp_path, device="cpu", overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        train_both(model, optimizer, reference, steps=1)
+        session.save("one")
+        with keeping_no_record(session), refusing("write", 2, waits=False, goes_on=True):
+            session._wrapped._updates.early.use(session._wrapped._updates.pipeline, kept=())
+            loss_of(model, 1).backward()
+            with pytest.raises(offload.StorageError, match="what was refused"):
+                optimizer.step()
+
+        for use in (optimizer.step, session.commit):
+            with pytest.raises(offload.StoreError, match=r"began under backward.*load") as found:
+                use()
+            assert "between two steps" not in str(found.value)
+        session.load("one")
+        model.zero_grad()
+        reference.model.zero_grad()
         require_equal_state(session, model, reference)
 
 

@@ -37,7 +37,7 @@ def test_each_step_has_the_units_that_it_used_and_not_those_read_ahead_for_the_n
         policy__order="sequential", policy__overlap="none",
     )  # fmt: skip
 
-    found = train(config, run_dir=tmp_path / "run", validates=True)
+    found = train(config, run_dir=tmp_path / "run")
 
     steps = read_bytes_of_steps(tmp_path / "run")[1:]  # the first has no trace
     assert max(steps) == min(steps)
@@ -54,7 +54,7 @@ def test_so_have_steps_whose_updates_run_under_the_next_forward(
         policy__order="resident", policy__overlap="forward",
     )  # fmt: skip
 
-    found = train(config, run_dir=tmp_path / "run", validates=True)
+    found = train(config, run_dir=tmp_path / "run")
 
     steps = read_bytes_of_steps(tmp_path / "run")[2:]  # the second has the updates of the first
     assert max(steps) == min(steps)
@@ -74,7 +74,7 @@ def test_a_step_after_a_commit_or_a_validation_reads_what_the_plan_says_of_these
     )  # fmt: skip
     plan = plan_run(config)
 
-    found = train(config, run_dir=tmp_path / "run", validates=True)
+    found = train(config, run_dir=tmp_path / "run")
 
     kinds = ["commit", "validation", "commit", "step", "validation", "step"]  # from the third on
     planned = [plan.traffic.read_bytes + plan.rhythm.more_read_bytes[kind] for kind in kinds]

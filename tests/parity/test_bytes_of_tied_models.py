@@ -53,7 +53,7 @@ def test_a_step_reads_what_the_formula_says(
     monkeypatch.chdir(tmp_path)
     config = run_of(name, memory=memory, micro_steps=micro_steps, overlap=overlap)
 
-    found = train(config, run_dir=tmp_path / "run", validates=False)
+    found = train(config, run_dir=tmp_path / "run")
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["read_bytes"] for line in lines][2:]  # the first have no trace

@@ -174,6 +174,6 @@ def test_a_plan_knows_what_of_a_step_is_read_when_something_follows_each(
         tiers__host__memory="6MiB", tiers__storage__commit_every=0, policy="laptop", **settings,
     )  # fmt: skip
 
-    found = train(config, run_dir=tmp_path / "run", validates=True)
+    found = train(config, run_dir=tmp_path / "run")
 
     assert found.read_bytes_per_step == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)

@@ -140,6 +140,19 @@ def test_odd_parameters_and_a_block_used_twice(tmp_path, placement):
         require_equal_state(session, model, reference)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_odd_parameters_are_updated_under_backward(tmp_path, overlap):
+    reference = Reference(build(Odd), **OPTIONS)
+
+    with open_session(tmp_path, overlap=overlap) as session:
+        model = session.wrap(build(Odd))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3)
+
+        require_equal_state(session, model, reference)
+
+
 @pytest.mark.parametrize("placement", EXTREMES, ids="-".join)
 def test_a_model_of_one_parameter(tmp_path, placement):
     reference = Reference(build(nn.Linear, in_features=1, out_features=1, bias=False), **OPTIONS)

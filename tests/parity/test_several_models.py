@@ -73,6 +73,21 @@ def test_a_trained_model_and_a_frozen_one_share_a_budget(tmp_path, placement):
         assert max(each) <= session.stats().host_peak_bytes <= sum(each)
 
 
+def test_waits_of_all_models_are_in_the_account(tmp_path):
+    slow = {"tiers": {"storage": {"rate_limit": "10MB"}}}
+    with open_session(tmp_path, prefetch=0, overlap="none", config=slow) as session:
+        frozen = session.wrap(teacher(), training=False, name="teacher", host_memory=200_000)
+        session.wrap(build(SmallGPT))
+        inputs, _ = batch(0)
+
+        frozen(inputs)  # the other model waits for nothing
+
+        stats = session.stats()
+    assert "fetching a unit" in {stall.cause for stall in stats.stalls}
+    waited_s = sum(s.duration_s for s in stats.stalls if s.waits_for != "kernel")
+    assert waited_s == pytest.approx(stats.io_wait_s, abs=1e-6)
+
+
 @pytest.mark.parametrize("placement", SOME, ids="-".join)
 def test_a_commit_and_a_resume_cover_both(tmp_path, placement):
     reference = Reference(build(SmallGPT), **OPTIONS)

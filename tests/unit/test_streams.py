@@ -56,6 +56,20 @@ def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path, monkeypatch, capsy
         assert "Traceback" not in printed.err
 
 
+def test_lines_of_a_measurement_that_nobody_reads_refer_to_no_file(
+    tmp_path, monkeypatch, capsys, broken
+):
+    monkeypatch.setattr("offload.runs.train.probe_run", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", broken)
+
+    run(["bench", "step", str(SMALL), *TINY])
+    said = capsys.readouterr().err
+
+    assert "can't be printed any more (Broken pipe): the run goes on, and its result has" in said
+    assert "metrics.jsonl" not in said
+
+
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(monkeypatch, capsys, option):
     with Path("/dev/full").open("w") as full:

@@ -8,7 +8,8 @@ from rich.console import Console
 from offload.bench.step import bench_step
 from offload.cli.tables import render_train
 from offload.config import load_config
-from offload.errors import PlanError
+from offload.errors import ModelError, PlanError
+from offload.runs.metrics import MetricsFile
 
 
 @pytest.fixture
@@ -73,6 +74,25 @@ def test_the_figures_are_of_steps_alone_and_nothing_stays(config, tmp_path):
     assert parts == pytest.approx(result.step_s, rel=0.5)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["path", "run.toml"]
     assert list((tmp_path / "path").iterdir()) == []
+
+
+def test_no_line_is_written_to_a_file(config, monkeypatch):
+    monkeypatch.setattr(MetricsFile, "append", lambda *_: pytest.fail("a line was written"))
+
+    assert bench_step(config()).steps == 4
+
+
+def test_a_model_that_raises_refers_to_no_directory_that_is_gone(config, monkeypatch):
+    def refuse(*_):
+        raise ModelError("it raised ValueError")
+
+    monkeypatch.setattr("offload.runs.loop.TrainingLoop.run_step", refuse)
+
+    with pytest.raises(ModelError, match="correct that, and measure again") as caught:
+        bench_step(config())
+
+    assert "--resume" not in str(caught.value)
+    assert "--run-dir" not in str(caught.value)
 
 
 def test_a_run_that_does_not_fit_is_refused_and_leaves_nothing(config, tmp_path):

@@ -7,12 +7,14 @@ import pytest
 
 from offload.bench.update import bench_update
 from offload.bench.update_engine import EngineUpdates
+from offload.bench.update_io import engines_of
 from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
 from offload.bench.update_room import host_plan, least_need
 from offload.cli.app import run
 from offload.errors import ConfigError, PlanError
 from offload.optim.early import EarlyUpdates
 from offload.plan.machine import Machine, PathRates
+from offload.plan.machine_profile import MachineProfile, PathProfile
 
 KEYS = {
     "update_s", "step_s", "read_bytes_per_step", "write_bytes_per_step",
@@ -224,6 +226,32 @@ def test_no_update_beats_its_bound_by_a_probe_that_was_too_slow(tmp_path, monkey
     assert report.achieved_over_bound <= 1 + 1e-6
 
 
+def test_paths_have_the_settings_that_were_measured_as_in_runs(tmp_path, monkeypatch):
+    (path,) = paths_of(tmp_path, "a")
+    options = UpdateOptions(parameters=10**9, paths=[path], host_memory_bytes=8 << 30)
+    measured = PathProfile(
+        path=str(path),
+        backend="aiofiles",  # which no path has by itself where the C library is
+        block_bytes=4 << 20,
+        queue_depth=32,
+        direct=True,
+        read_bytes_per_s=1.0,
+        write_bytes_per_s=1.0,
+        mixed_bytes_per_s=1.0,
+        measured_at="2026-01-02T03:04:05+00:00",
+    )
+    plain, (engine,) = host_plan(options), engines_of(options)
+    (tmp_path / "machine.toml").write_text(MachineProfile(paths=(measured,)).to_toml())
+
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.toml"))
+    tuned, (tuned_engine,) = host_plan(options), engines_of(options)
+
+    with engine, tuned_engine:
+        assert engine.name != tuned_engine.name == "aiofiles"
+    assert plain.window_bytes <= 64 << 20
+    assert 64 << 20 < tuned.window_bytes <= 2 * 32 * (4 << 20)  # what the queues hold both ways
+
+
 def test_modulo_shares_by_its_ratio(tmp_path):
     report = measure(paths_of(tmp_path, "a", "b"), striping="modulo:2:1")
 
@@ -231,10 +259,16 @@ def test_modulo_shares_by_its_ratio(tmp_path):
     assert first > second > 0
 
 
-def test_commits_are_timed(tmp_path):
-    report = measure(paths_of(tmp_path, "a"), commit_every=1)
+@pytest.mark.parametrize("overlap", ["none", "forward", "both"])
+def test_commits_are_timed_and_what_they_write_is_no_steps(tmp_path, overlap):
+    options = {"order": "resident", "overlap": overlap, "memory": 80 << 20, "steps": 2}
+
+    report = measure(paths_of(tmp_path, "a"), commit_every=1, **options)
 
     assert report.commit_s > 0
+    assert report.cache_hit_rate == 1  # all is in memory: commits alone write
+    assert report.write_bytes_per_step == report.formula_write_bytes_per_step == 0
+    assert [path.write_bytes for path in report.paths] == [0]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,48 @@ def test_values_that_contradict_each_other_are_refused(overrides, text):
     assert text in _message(overrides)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "without", "with_it"),
+    [
+        ("checkpoint.drain_rate_limit", "1MB", "`checkpoint.drain`", {"checkpoint.drain": "/a"}),
+        ("activations.memory", "1MiB", "no activation moves", {"activations.offload": "storage"}),
+        ("activations.threshold", 1, "no activation moves", {"activations.offload": "host"}),
+        ("optimizer.momentum", 0.9, '"adamw"', {"optimizer.name": "sgd"}),
+        ("optimizer.nesterov", False, '"adamw"', {"optimizer.name": "muon"}),
+        ("optimizer.matrices", "*.up", '"adamw"', {"optimizer.name": "muon"}),
+    ],
+)
+def test_a_key_that_does_nothing_without_another_is_refused(key, value, without, with_it):
+    message = _message({key: value})
+
+    assert f"key `{key}`: expected nothing, as" in message
+    assert without in message
+    build_config(BUDGET, overrides={key: value, **with_it})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("sgd", "betas", [0.9, 0.95]),
+        ("adagrad", "betas", [0.9, 0.95]),
+        ("lion", "eps", 1e-6),
+        ("sgd", "eps", 1e-6),
+        ("sgd", "nesterov", True),
+    ],
+)
+def test_an_option_of_another_optimizer_is_refused(name, key, value):
+    message = _message({"optimizer.name": name, f"optimizer.{key}": value})
+
+    assert f"key `optimizer.{key}`: expected nothing, as" in message
+    assert name in message
+
+
+def test_a_file_with_every_key_is_that_of_its_run():
+    config = build_config(BUDGET)
+
+    assert build_config(config.to_dict()) == config
+
+
 def test_a_missing_budget_is_asked_for():
     with pytest.raises(ConfigError, match=r"`tiers.host.memory`.*400MiB"):
         build_config({})

@@ -355,3 +355,38 @@ def test_a_record_without_gradients_moves_no_bytes(tmp_path, monkeypatch, placem
         moved += record.padded_parameter_bytes if placement[0] == "storage" else 0
         assert after.read_bytes - before.read_bytes == moved
         assert after.write_bytes - before.write_bytes == moved
+
+
+def test_zeros_of_both_signs_are_not_one_factor(tmp_path):
+    with open_session(tmp_path, ("host", "host"), overlap="none") as session:
+        model = session.wrap(torch.nn.LayerNorm(4))  # both parameters in one record
+        optimizer = session.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-0.0)
+        model(torch.ones(2, 4)).sum().backward()
+        model.weight.grad.fill_(1.0).mul_(0.0)
+        model.bias.grad.fill_(1.0).mul_(-0.0)
+
+        optimizer.step()
+
+        # -0 - 1 * 0 and -0 - 1 * -0
+        assert model.weight.signbit().all()
+        assert not model.bias.signbit().any()
+
+
+def test_what_stays_in_memory_is_prepared_for_updates_once(tmp_path, monkeypatch):
+    prepared = []
+    kernels = type(load_kernels())
+    prepare = kernels.prepare
+    monkeypatch.setattr(kernels, "prepare", lambda *args: prepared.append(1) or prepare(*args))
+    with open_session(tmp_path, ("host", "host"), overlap="none") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters())
+
+        for index in range(3):
+            loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        assert len(prepared) == sum(map(len, session._wrapped.layout.subgroups.values()))

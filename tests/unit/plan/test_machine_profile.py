@@ -61,6 +61,9 @@ def test_new_measurements_replace_those_of_the_same_path():
         MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= nan"),
         MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= inf"),
         MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= -1.0"),
+        MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= 1e-300"),
+        MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= 1e300"),
+        MachineProfile(paths=(NVME,)).to_toml() + "[[drives]]\npath = '/a'\n",
         "schema = 1\npaths = 3\n",
     ],
 )

@@ -165,6 +165,13 @@ def test_rates_that_the_fitted_run_does_not_depend_on_are_refused():
         simulate_scenario(
             scenario({}, machine=kernels, fit={"run": "run 0", "update_s": 50, "paths": ["drive"]})
         )
+    with pytest.raises(PlanError, match=r"of 10 s, found .* give, as it moves next to nothing"):
+        simulate_scenario(
+            scenario(
+                {"cache_fraction": 1},
+                fit={"run": "run 0", "update_s": 10, "paths": ["drive"]},
+            )
+        )
 
 
 def test_an_overlap_brings_its_order():
@@ -231,11 +238,57 @@ THREE = {"paths": [*TWO["paths"], DRIVE | {"name": "third"}]}
         ({"subgroup_parameters": 0.4}, "greater than or equal to 1"),
         ({"parameters": float("inf")}, "finite number"),
         ({"parameters": 0.5}, "greater than or equal to 1"),
+        ({"layers": 1000, "micro_steps": 101}, "`layers` times `micro_steps` to be at most 100000"),
+        ({"nodes": 10**400}, "less than or equal to 1000000"),
+        ({"gpus": 10**400}, "less than or equal to 1000000"),
+        ({"tokens": 10**400}, "less than or equal to 1000000000000000"),
+        ({"policy": {"prefetch": 10**400}}, "less than or equal to 1000000"),
+        ({"published_update_s": 1e-300}, "greater than or equal to"),
     ],
 )
 def test_what_a_run_cannot_be_is_refused(run, message):
     with pytest.raises(ValueError, match=message):
         scenario(run, machine=TWO)
+
+
+RATES = ("link_bytes_per_s", "flops_per_s", "update_parameters_per_s", "copy_bytes_per_s")
+
+
+@pytest.mark.parametrize("rate", [1e-300, 1e300])
+@pytest.mark.parametrize(
+    "machine",
+    [lambda rate, key=key: {key: rate} for key in RATES]
+    + [lambda rate: {"paths": [DRIVE | {"read_bytes_per_s": rate}]}],
+)
+def test_rates_at_which_times_would_have_no_end_are_refused(machine, rate):
+    with pytest.raises(ValueError, match="(greater|less) than or equal to 1"):
+        scenario({}, machine=machine(rate))
+
+
+def test_the_slowest_rates_give_a_time():
+    slow = dict.fromkeys(RATES, 1)
+    paths = [{"name": "drive", "read_bytes_per_s": 1, "write_bytes_per_s": 1}]
+    run = {"parameters": 1e16, "tokens": 10**15, "policy": {"parameters": "storage"}}
+
+    (found,) = simulate_scenario(scenario(run, machine={**slow, "paths": paths})).runs
+
+    assert found.step.step_s >= found.bound_s * (1 - 1e-9) > 1e17
+
+
+@pytest.mark.parametrize(
+    ("machine", "run", "message"),
+    [
+        ({"gpus": 0, "device_memory": 1 << 30}, {}, "`machine.device_memory`: expected a GPU"),
+        ({"gpus": 0, "link_bytes_per_s": 1e9}, {}, "`machine.link_bytes_per_s`: expected a GPU"),
+        ({}, {"tokens": 4}, r"`runs.run 0.tokens`: expected `machine.flops_per_s`"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(machine, run, message):
+    with pytest.raises(ValueError, match=message):
+        scenario(run, machine=machine)
+
+    used = {"gpus": 0, "flops_per_s": 1e12} | {k: v for k, v in machine.items() if k != "gpus"}
+    scenario(run | {"gpus": 1}, machine=used)
 
 
 def test_what_some_paths_cannot_be_is_refused():

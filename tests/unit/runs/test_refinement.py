@@ -199,7 +199,7 @@ def test_a_plan_after_a_run_has_the_times_of_that_run(factory_run, tmp_path, mon
     before = plan_and_predict(factory_run, machine_file=file)
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file))
 
-    result = run_training(factory_run, run_dir=tmp_path / "run", validates=False)
+    result = run_training(factory_run, run_dir=tmp_path / "run", is_kept=False)
     planned = plan_and_predict(factory_run, machine_file=file)
 
     (run,) = parse_profile(file.read_text(), source="x").runs
@@ -218,7 +218,7 @@ def test_a_run_makes_no_profile_where_there_is_none(factory_run, tmp_path, monke
     file = tmp_path / "machine.toml"
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file))
 
-    run_training(factory_run, run_dir=tmp_path / "run", validates=False)
+    run_training(factory_run, run_dir=tmp_path / "run", is_kept=False)
 
     assert not file.exists()
 
@@ -235,7 +235,7 @@ def test_a_profile_that_cannot_be_written_costs_no_result(
 
     monkeypatch.setattr("offload.runs.refinement.add_to_profile", full)
     with caplog.at_level(logging.WARNING):
-        result = run_training(factory_run, run_dir=tmp_path / "run", validates=False)
+        result = run_training(factory_run, run_dir=tmp_path / "run", is_kept=False)
 
     assert result.steps == 5
     assert "was not refined" in caplog.text

@@ -299,6 +299,21 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_refused(tmp_path, monkey
         assert plan_run(config(change)).to_json()["fits"] is False
 
 
+@pytest.mark.parametrize("is_offloaded", ["true", "false"])
+def test_an_emulated_device_takes_of_this_machines_memory(tmp_path, monkeypatch, is_offloaded):
+    options = ("tiers.device.kind=emulated", f"offload={is_offloaded}", 'tiers.host.memory="8MiB"')
+    plan = plan_run(config(*options))
+    needed = plan.held_bytes
+    for there_are, fits in ((needed, True), (needed - 1, False)):
+        usable = UsableMemory(machine_bytes=there_are)
+        monkeypatch.setattr("offload.runs.planning.usable_memory", lambda usable=usable: usable)
+
+        assert plan_run(config(*options)).fits is fits
+
+    assert plan.device_memory_bytes > 0
+    assert_refused(tmp_path, PlanError, "of the emulated device's", *options)
+
+
 def test_a_drain_that_cannot_be_written_is_refused(tmp_path):
     assert_refused(
         tmp_path, ConfigError, "cannot copy checkpoints to", "checkpoint.drain=/proc/1/x"
@@ -327,3 +342,18 @@ def test_a_session_refuses_a_model_that_takes_more_memory_than_there_is(tmp_path
         pytest.raises(PlanError, match="more memory than there is"),
     ):
         session.wrap(model)
+
+
+def test_a_session_counts_an_emulated_device_as_this_machines_memory(tmp_path, monkeypatch):
+    usable = UsableMemory(machine_bytes=20 << 20)
+    monkeypatch.setattr("offload.streaming.arrangement.usable_memory", lambda: usable)
+    model = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(8)])
+
+    def wrap(device_memory, name):
+        options = {"device": "emulated", "device_memory": device_memory}
+        with offload.Session(host_memory="16MiB", store=tmp_path / name, **options) as session:
+            session.wrap(model)
+
+    with pytest.raises(PlanError, match="7.03 MiB, of the emulated device's; lower"):
+        wrap("8MiB", "refused")
+    wrap("3MiB", "fits")

@@ -1,7 +1,11 @@
 """The engine takes the settings that were measured for a path."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from offload.errors import ConfigError
 from offload.plan.machine_profile import MachineProfile, PathProfile
 from offload.storage.engine import Engine
 from offload.storage.measured import measured_settings, nominal_rates
@@ -46,6 +50,22 @@ def test_a_backend_that_is_gone_is_replaced_with_a_warning(tmp_path, monkeypatch
 
     assert settings.backend == "auto"
     assert "OFFLOAD_PURE=1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"backend": "tape"}, "`tape`"),
+        ({"queue_depth": 10**6}, "`queue_depth` 1000000"),
+        ({"block_bytes": 1 << 40}, "`block_bytes`"),
+    ],
+)
+def test_settings_that_no_engine_can_have_are_named_with_their_path(tmp_path, change, found):
+    (path,) = profile(tmp_path).paths
+    known = MachineProfile(paths=(replace(path, **change),))
+
+    with pytest.raises(ConfigError, match=f"profile has of path `{tmp_path}`.*{found}.*--tune"):
+        measured_settings(tmp_path, profile=known)
 
 
 def test_nominal_rates_are_those_of_the_profile_held_to_the_limits(tmp_path):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from offload.errors import ConfigError
 from offload.streaming.discovery import discover_units
@@ -156,6 +157,27 @@ def test_a_dtype_that_cannot_be_streamed_is_refused_with_its_name():
     model.head.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
     with pytest.raises(ConfigError, match=r"`head.phase`.*found `complex64`"):
+        discover_units(model)
+
+
+def holding(values):
+    module = nn.Module()
+    module.values = nn.Parameter(values)
+    return Tree(inside=module)
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (Tree(inside=nn.LazyLinear(4)), "`inside.weight`.*without a shape"),
+        (holding(torch.eye(3).to_sparse()), "`inside.values`.*`torch.sparse_coo`"),
+        (holding(TwoTensor(torch.eye(3), torch.eye(3))), "`inside.values`.*`TwoTensor`"),
+        (Tree(inside=torch.jit.ScriptModule()), "module `inside`.*`ScriptModule`"),
+    ],
+    ids=["lazy", "sparse", "elsewhere", "script"],
+)
+def test_what_is_no_array_in_memory_is_refused_with_its_name(model, found):
+    with pytest.raises(ConfigError, match=found):
         discover_units(model)
 
 

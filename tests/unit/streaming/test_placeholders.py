@@ -67,3 +67,45 @@ def test_an_integer_that_people_write_is_found(dtype, value, written):
     placeholder.tensor.fill_(torch.tensor(value).to(dtype).item())
 
     assert written(placeholder)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool], ids=str)
+def test_its_own_value_is_found_when_it_is_written(dtype, shape):
+    placeholder = Placeholder(torch.zeros(shape, dtype=dtype))
+    value = placeholder.tensor.view(-1)[:1].item() if shape else placeholder.tensor.item()
+
+    placeholder.tensor.fill_(value)
+
+    assert placeholder.tensor.clone().eq(value).all(), "the test means to leave it as it was"
+    assert find_written({"weight": placeholder}) == ["weight"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_operation_that_leaves_a_nan_its_bits_is_found(dtype, shape):
+    placeholder = Placeholder(torch.zeros(shape, dtype=dtype))
+
+    placeholder.tensor.clamp_(max=4.6)
+
+    assert find_written({"scale": placeholder}) == ["scale"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reading_is_no_write(dtype):
+    placeholder = Placeholder(torch.zeros(1, dtype=dtype))
+
+    copies = [placeholder.tensor.clone(), placeholder.tensor.float() + 1, placeholder.tensor[0]]
+
+    assert len(copies) == 3
+    assert not find_written({"weight": placeholder})
+
+
+def test_where_the_kernel_does_not_tell_of_writes_other_values_are_found(monkeypatch):
+    monkeypatch.setattr("offload.streaming.placeholders.try_watch", lambda _: None)
+    placeholder = Placeholder(torch.zeros(4, dtype=torch.int8))
+
+    assert not find_written({"weight": placeholder})
+    placeholder.tensor.fill_(3)
+
+    assert find_written({"weight": placeholder}) == ["weight"]

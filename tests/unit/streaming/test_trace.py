@@ -35,6 +35,26 @@ def test_nothing_is_predicted_in_the_first_pass():
     assert trace.divergences == 0
 
 
+def test_what_comes_next_is_looked_for_once_between_two_accesses(monkeypatch):
+    found, find = [], AccessHistory._find_upcoming
+
+    def noting(history):
+        for unit in find(history):
+            found.append(unit)
+            yield unit
+
+    monkeypatch.setattr(AccessHistory, "_find_upcoming", noting)
+    trace = recorded(*forward(0, 1, 2), *backward(2, 1, 0))
+
+    assert next(trace.upcoming()) == 0
+    assert list(trace.upcoming()) == list(trace.upcoming()) == [0, 1, 2]
+    assert found == [0, 1, 2]
+
+    run(trace, *forward(0))
+    assert list(trace.upcoming()) == [1, 2, 0]
+    assert found == [0, 1, 2, 1, 2, 0]
+
+
 def test_the_second_step_is_predicted_from_the_first():
     trace = recorded(*forward(0, 1), *backward(1, 0))
     before = list(trace.upcoming())
