@@ -86,6 +86,22 @@ class _Moved:
     stride: tuple[int, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Put:
+    """A storage that was put away.
+
+    Attributes:
+        base: The tensor that was saved, or of which that was a view: others over the storage may
+            have counters of their own, such as the gates of a recurrent cell.
+        version: Of `base` when it was saved.
+    """
+
+    storage: weakref.ref[Any]
+    base: weakref.ref[torch.Tensor]
+    away: weakref.ref[Away]
+    version: int
+
+
 class ActivationHooks(HookPair):
     """Saved-tensor hooks that move large tensors away."""
 
@@ -102,8 +118,8 @@ class ActivationHooks(HookPair):
         self._store = store
         self._threshold_bytes = threshold_bytes
         self._stays = frozenset(t.untyped_storage().data_ptr() for t in stays)
-        # By the address of the storage object: that storage, what was put away, at which version.
-        self._put: dict[int, tuple[weakref.ref[Any], weakref.ref[Away], int]] = {}
+        # By the address of the storage object.
+        self._put: dict[int, _Put] = {}
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
         if below is None or getattr(below[0], "counts_only", False):
@@ -152,16 +168,20 @@ class ActivationHooks(HookPair):
     def _move(self, tensor: torch.Tensor) -> Away | None:
         """Puts the tensor's storage away, unless it was at this version already."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._put:
-            found, kept, version = self._put[key]
-            away = kept()
-            if found() is storage and away is not None and version == tensor._version:
+        key, base = storage._cdata, tensor if tensor._base is None else tensor._base
+        put = self._put.get(key)
+        if put is not None and put.storage() is storage and put.base() is base:
+            away = put.away()
+            if away is not None and put.version == tensor._version:
                 return away
         away = self._store.put(storage)
         if away is not None:
-            forget = weakref.ref(storage, lambda _: self._put.pop(key, None))
-            self._put[key] = (forget, weakref.ref(away), tensor._version)
+            self._put[key] = _Put(
+                storage=weakref.ref(storage, lambda _: self._put.pop(key, None)),
+                base=weakref.ref(base),
+                away=weakref.ref(away),
+                version=tensor._version,
+            )
         return away
 
 
