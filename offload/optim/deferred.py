@@ -23,6 +23,7 @@ from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.policy import Overlap
 from offload.storage.stalls import StallAccount
+from offload.storage.threads import join, was_started
 
 _CAUSE = "a unit whose update is pending"
 
@@ -108,10 +109,9 @@ class DeferredUpdates:
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
-            thread.start()
-            self._thread = thread
+        if not was_started(self._thread):  # see [Note: an interrupted start]
+            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            self._thread.start()
         self.reads_gradients = True
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
@@ -257,7 +257,7 @@ class DeferredUpdates:
             with self._changed:
                 self._is_closing = True
                 self._changed.notify_all()
-            thread.join()
+            join(thread)
 
     def _hurry(self) -> None:
         """Has no update wait for slots any more."""

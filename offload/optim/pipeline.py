@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class UpdatePipeline:
             return
         try:
             ticket = store.read(state_key(record), buffer.state, priority=_PRIORITY)
-        except Exception:  # after an interrupt a transfer may be on its way: the buffer is lost
+        except Exception:  # after an interrupt a transfer may be on its way: it has the buffer
             self.release(current)
             raise
         current.tickets.append(ticket)
@@ -244,13 +245,20 @@ class UpdatePipeline:
         if current.buffer is not None:
             self.window.release(current.buffer)
 
-    def abandon(self, *queues: Sequence[_InFlight]) -> None:
-        """Waits for what is in flight, whatever it gives, and frees the buffers."""
+    def abandon(self, *queues: Sequence[_InFlight], was_interrupted: bool = False) -> None:
+        """Waits for what is in flight, whatever it gives, and frees the buffers.
+
+        After an interrupt there may be transfers that nobody knows of: what they use is free when
+        they are over.
+        """
         for current in (c for queue in queues for c in queue):
             for ticket in current.tickets:
                 with contextlib.suppress(OffloadError):  # the first error is on its way
                     ticket.wait()
-            self.release(current)
+            if not was_interrupted:
+                self.release(current)
+            current.tickets.clear()
+            current.buffer = None
 
 
 class _Run:
@@ -291,8 +299,11 @@ class _Run:
                     self._pipeline.wait_woken()
                 elif source.peek() is not None or self._left_out:
                     raise self._stuck()
-        except BaseException:
-            self._pipeline.abandon(reading, writing)
+        except BaseException as error:
+            was_interrupted = not isinstance(error, Exception)
+            self._pipeline.abandon(reading, writing, was_interrupted=was_interrupted)
+            if was_interrupted:  # who keeps it must not keep buffers
+                traceback.clear_frames(error.__traceback__)
             raise
 
     def _stuck(self) -> BudgetError:
