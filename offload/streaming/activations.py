@@ -24,6 +24,7 @@ from offload.storage.spill import Spill
 from offload.storage.stalls import StallAccount
 from offload.streaming.activation_store import ActivationCounters, ActivationStore, Away
 from offload.streaming.discovery import DiscoveredModel
+from offload.streaming.recomputed_buffers import FoundBuffers
 from offload.streaming.saved import (
     HookPair,
     PassOn,
@@ -245,7 +246,8 @@ class Activations:
         for module in {self._model: False, **self._units}:
             recomputes = self._checkpoints and self._units.get(module, False)
             num_checkpoints += recomputes
-            around = _Around(self, is_unit=module in self._units, recomputes=recomputes)
+            is_unit = module in self._units
+            around = _Around(self, is_unit=is_unit, recomputed=module if recomputes else None)
             attach_around(module, around)
         if self._checkpoints and not num_checkpoints:
             _log.warning(
@@ -259,16 +261,16 @@ class Activations:
         if self._store is not None:
             self._store.close()
 
-    def run(self, call: Call, args: Any, kwargs: Any, *, recomputes: bool) -> Any:
-        """Runs a call with the hooks below it; with `recomputes` inside a checkpoint."""
+    def run(self, call: Call, args: Any, kwargs: Any, *, recomputed: nn.Module | None) -> Any:
+        """Runs a call with the hooks below it; that of a module to recompute in a checkpoint."""
         pushed = False
         depth = self._depth
         try:
             if self._hooks is not None and depth == 0 and not is_in_backward():
                 pushed = self._hooks.push()
             self._depth = depth + 1
-            if recomputes and torch.is_grad_enabled():
-                return _checkpointed(call, args, kwargs)
+            if recomputed is not None and torch.is_grad_enabled():
+                return _checkpointed(call, args, kwargs, FoundBuffers(recomputed))
             return call(*args, **kwargs)
         finally:
             self._depth = depth
@@ -279,16 +281,18 @@ class Activations:
 class _Around:
     """The attachment of one module, around the one that is there."""
 
-    def __init__(self, activations: Activations, *, is_unit: bool, recomputes: bool) -> None:
+    def __init__(
+        self, activations: Activations, *, is_unit: bool, recomputed: nn.Module | None
+    ) -> None:
         self.is_unit = is_unit
         self.inner: Attachment | None = None
         self._activations = activations
-        self._recomputes = recomputes
+        self._recomputed = recomputed
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = self.inner
         within = call if inner is None else lambda *a, **k: inner.run(call, a, k)
-        return self._activations.run(within, args, kwargs, recomputes=self._recomputes)
+        return self._activations.run(within, args, kwargs, recomputed=self._recomputed)
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         if self.inner is not None:
@@ -303,7 +307,9 @@ class _Around:
             self.inner.after_load(module)
 
 
-def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _checkpointed(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: FoundBuffers
+) -> Any:
     """Runs `call` in a checkpoint that saves every tensor among its arguments by hooks."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
@@ -314,7 +320,8 @@ def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         named = dict(zip(names, values[num_positional:], strict=True))
         pushed = is_watched() and is_in_backward() and PassOn().push()
         try:
-            return call(*positional, **named, **others)
+            with buffers.around_call():
+                return call(*positional, **named, **others)
         finally:
             if pushed:
                 pop_saved_tensor_hooks()
