@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -191,6 +191,11 @@ class Gradients:
             return RowGradient(before, before.writable(), parameter, is_first=False)
         accumulator = self._accumulators[id(parameter)]
         return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
+
+    def is_aliased(self, names: Iterable[str]) -> bool:
+        """Tells whether somebody may write to the gradient of any of these at any time."""
+        found = (self._accumulators.get(id(self._parameters[name])) for name in names)
+        return any(each is not None and each.is_aliased for each in found)
 
     def settle(self) -> None:
         """Waits until every gradient has arrived in its accumulator.
