@@ -1,7 +1,6 @@
 """Views of `p.grad` that are kept: what is written to them before the step counts, and no more."""
 
 import pytest
-import torch
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference
 from parity.sessions import open_session, use_small_records
@@ -88,5 +87,15 @@ def test_without_views_updates_still_run_under_passes(tmp_path):
 
         assert len(norms) == 3
         assert session._wrapped._updates.early.has_begun
+
+
+def test_without_views_updates_still_run_under_the_next_forward(tmp_path):
+    with open_session(tmp_path, budget_bytes=400_000, overlap="forward") as session:
+        model, optimizer, _ = trained(session)
+        loss_of(model, 7).backward()
+        norms = [each.view(-1).norm() for each in gradients_of(model)]
+
         optimizer.step()
+
+        assert len(norms) == 3
         assert session._wrapped._updates.deferred.is_pending
