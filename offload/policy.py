@@ -127,11 +127,15 @@ class Striping(Protocol):
         """
 
 
-def resolve_striping(name: str) -> Striping:
+def resolve_striping(name: str, *, num_paths: int | None = None) -> Striping:
     """Returns a new striping that is called `name`; `modulo` may have a ratio: `modulo:2:1`.
 
+    Args:
+        name: Of the striping.
+        num_paths: For how many paths it is; None: that shows later.
+
     Raises:
-        ConfigError: There is no such striping, or its ratio is none.
+        ConfigError: There is no such striping, or its ratio is none, or one for other paths.
     """
     known: dict[str, Any] = importlib.import_module("offload.policies.striping").STRIPINGS
     stem, _, text = name.partition(":")
@@ -141,6 +145,12 @@ def resolve_striping(name: str) -> Striping:
         raise ConfigError(
             f"cannot resolve `policy.striping`: expected {_names(list(known))}, or a ratio such "
             f"as `modulo:2:1`, found `{name}`; change `policy.striping`"
+        )
+    if ratio and num_paths is not None and len(ratio) != num_paths:
+        raise ConfigError(
+            f"cannot stripe by `{name}`: expected one number for each path, of which there "
+            f"{'is 1' if num_paths == 1 else f'are {num_paths}'}, found {len(ratio)}; change "
+            "`policy.striping`"
         )
     return cast(Striping, known[stem](*map(int, ratio)))
 
