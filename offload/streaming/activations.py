@@ -278,6 +278,10 @@ class _Around:
         if self.inner is not None:
             self.inner.before_load(module)
 
+    def after_load(self, module: nn.Module) -> None:
+        if self.inner is not None:
+            self.inner.after_load(module)
+
 
 def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `call` in a checkpoint that saves every tensor among its arguments by hooks."""

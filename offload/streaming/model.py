@@ -6,7 +6,8 @@ saved-tensor hooks. So the engine steps out of it for what it does itself, and l
 what is recorded refers to parameters, whose units then stay in their slots until it is gone.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -157,18 +158,19 @@ class StreamedModel:
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in `values` by the parameters' values.
 
-        Those of streamed ones are copies, which no budget covers.
+        Those of streamed ones are copies in host memory, which no budget covers: a device need not
+        hold them all.
         """
         for name, parameter in dict.items(module._parameters):
             if parameter is None or id(parameter) not in self._unit_of:
                 continue
-            self._on_access(id(parameter))
             if isinstance(self.residency, Residency):
-                values[prefix + name] = parameter.detach().clone()
-                unit = self.residency.units[self._unit_of[id(parameter)]]
-                if unit.is_wide:
-                    self.residency.evict(unit)
-            elif values[prefix + name] is not parameter:
+                index, residency = self._unit_of[id(parameter)], self.residency
+                with self._using():
+                    values[prefix + name] = residency.copy_of(index, parameter)
+                continue
+            self._on_access(id(parameter))
+            if values[prefix + name] is not parameter:
                 values[prefix + name] = parameter.detach()
 
     def _forward_in_pieces(self, module: nn.Module) -> Call | None:
@@ -185,19 +187,35 @@ class StreamedModel:
             if parameter is not None:
                 self._on_access(id(parameter))
 
+    def after_load(self, module: nn.Module) -> None:
+        """Gives the memory of wide parameters back, which values were copied into."""
+        residency = self.residency
+        if not isinstance(residency, Residency):
+            return
+        for index in self._discovered.wide.intersection(self._discovered.owners.get(module, ())):
+            if not residency.units[index].kept_names:
+                with self._using():
+                    residency.evict(residency.units[index])
+
     def _on_access(self, parameter_id: int) -> None:
         """Fetches a parameter that is used outside its module's call."""
         index = self._unit_of.get(parameter_id)
         if index is None or self.residency.units[index].num_holds > 0:
             return
+        with self._using():
+            if self._depth > 0 or is_in_backward():
+                self.residency.access(index, parameter_id)
+            else:
+                self.residency.look(index, parameter_id)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Uses parameters outside their module's call, if they may be."""
         self._require_values()
         try:
             self._require_usable()
             with outside_transforms():
-                if self._depth > 0 or is_in_backward():
-                    self.residency.access(index, parameter_id)
-                else:
-                    self.residency.look(index, parameter_id)
+                yield
         except BaseException as error:
             self._on_error(error)
             raise
@@ -221,3 +239,6 @@ class _Attachment:
 
     def before_load(self, module: nn.Module) -> None:
         self._model.before_load(module)
+
+    def after_load(self, module: nn.Module) -> None:
+        self._model.after_load(module)

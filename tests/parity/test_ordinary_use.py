@@ -81,12 +81,19 @@ def test_the_smallest_budget_covers_units_that_enclosing_calls_hold(tmp_path):
         assert session.stats().host_peak_bytes <= smallest
 
 
-def test_gradients_from_before_wrapping_count(tmp_path):
+@pytest.mark.parametrize("gradient_dtype", ["parameter", "float32"])
+def test_gradients_from_before_wrapping_count(tmp_path, gradient_dtype):
     plain, wrapped = build(SmallGPT), build(SmallGPT)
     for model in (plain, wrapped):
         loss_of(model, 0).backward()
+    if gradient_dtype == "float32":
+        for parameter in plain.parameters():
+            before, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = before.float()
 
-    with open_session(tmp_path) as session:
+    config = {"train": {"gradient_dtype": gradient_dtype}}
+    with open_session(tmp_path, config=config) as session:
         session.wrap(wrapped)
         for model in (plain, wrapped):
             loss_of(model, 1).backward()
