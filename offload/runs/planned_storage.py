@@ -10,13 +10,9 @@ from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
-from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
+from offload.plan.storage import BLOCK_BYTES, StoragePath, StoragePlan, store_space, usable_bytes
 from offload.policy import resolve_striping
-from offload.sizes import MIB
 from offload.storage.drain_target import existing_directory, shared_path
-
-BLOCK_BYTES = MIB
-"""The block size of stores."""
 
 
 def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:

@@ -1,6 +1,6 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from offload.plan.traffic import (
     cached_state_bytes,
     step_traffic,
 )
+from offload.plan.usable_memory import UsableMemory
 from offload.plan.uses import Reads, Uses, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
 from offload.runs.loss_contract import require_contract
@@ -81,10 +82,7 @@ def plan_run(
         if host is None
         else plan_storage(config, layout, host, stores, spill_bytes=spilled or 0),
         device=arrangement.device if _has_device_memory(config) else None,
-        activations={
-            "checkpoint": config.activations.checkpoint,
-            "offload": config.activations.offload if config.offload else "none",
-        },
+        activations=_activations(config),
         storage_path=", ".join(map(str, directories)),
         traffic=plan_traffic(config, layout, host, reads=reads, handed_over=handed),
         rhythm=_rhythm(config, arrangement, uses, usual=usual),
@@ -99,8 +97,7 @@ def plan_run(
         if host is None
         else (
             *storage_warnings(config, directories, spilled),
-            *filter(None, [too_small_window(window, host.buffer_bytes)]),
-            *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
+            *_memory_warnings(config, host, memory, window=window),
         ),
         memory=memory,
         device_memory_bytes=arrangement.device.planned_bytes
@@ -124,6 +121,24 @@ def plan_run(
         if stored is None or "host" not in plan.short_tiers
         else arrange_run(config, model.module).host.smallest_bytes,
     )
+
+
+def _memory_warnings(
+    config: Config, host: HostPlan, memory: UsableMemory, *, window: int | None
+) -> Iterator[str]:
+    """Yields what is wrong with the sizes that the run gives; `window` is the one asked for."""
+    found = (
+        too_small_window(window, host.buffer_bytes),
+        memory.warning(config.tiers.host.memory, host.planned_bytes),
+    )
+    yield from (warning for warning in found if warning is not None)
+
+
+def _activations(config: Config) -> dict[str, str]:
+    return {
+        "checkpoint": config.activations.checkpoint,
+        "offload": config.activations.offload if config.offload else "none",
+    }
 
 
 def _with_window(config: Config, directories: Sequence[Path], profile: MachineProfile) -> Config:
