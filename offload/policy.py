@@ -70,9 +70,24 @@ class Overlap(Protocol):
         """
 
     def prefetched(
-        self, sequence: Sequence[int], *, cached: Container[int], capacity: int
+        self,
+        sequence: Sequence[int],
+        *,
+        cached: Container[int],
+        capacity: int,
+        num_places: int,
     ) -> Sequence[int]:
-        """Returns at most `capacity` records to read before their update is asked for."""
+        """Returns which records to read before their update is asked for.
+
+        They wait in the window for their turn, so they leave a place for those in memory that come
+        before one of them.
+
+        Args:
+            sequence: Of all records that are updated.
+            cached: Records that are in memory.
+            capacity: The most records that there are buffers for.
+            num_places: The most that are in the window at one time, with those from memory.
+        """
 
 
 def resolve_overlap(name: str) -> Overlap | None:

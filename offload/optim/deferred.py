@@ -234,7 +234,12 @@ class DeferredUpdates:
         assert not self.is_pending
         window = self._pipeline.window
         cached = {i for i, record in enumerate(self._records) if record.name in window.cached}
-        chosen = self._policy.prefetched(self._sequence, cached=cached, capacity=window.num_free)
+        chosen = self._policy.prefetched(
+            self._sequence,
+            cached=cached,
+            capacity=window.num_free,
+            num_places=window.num_places - window.num_places_taken,
+        )
         self._pipeline.prefetch([self._records[index] for index in chosen])
 
     def forget_failure(self) -> BaseException | None:

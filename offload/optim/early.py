@@ -293,5 +293,6 @@ class _ArrivingRecords:
         with self._lock:
             self._waiting.remove(record)
 
-    def choose(self, ready: Sequence[Record]) -> Record:
+    def choose(self, ready: Sequence[Record], *, is_stuck: bool) -> Record:
+        del is_stuck
         return ready[0]

@@ -289,7 +289,8 @@ class _Run:
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
                 coming = [current for current in reading if current not in ready]
-                if (current := self._choose(ready)) is not None:
+                is_stuck = not (coming or writing)
+                if (current := self._choose(ready, is_stuck=is_stuck)) is not None:
                     self._update(current)
                 elif coming:
                     self._pipeline.wait_any(coming[0], self._job, "reading records")
@@ -396,11 +397,12 @@ class _Run:
         )
         return used < subgroup.num_elements
 
-    def _choose(self, ready: Sequence[_InFlight]) -> _InFlight | None:
+    def _choose(self, ready: Sequence[_InFlight], *, is_stuck: bool) -> _InFlight | None:
         """Returns which of the records that are there is updated next, if one may be."""
         if not ready:
             return None
-        record = self._job.source.choose([current.record for current in ready])
+        records = [current.record for current in ready]
+        record = self._job.source.choose(records, is_stuck=is_stuck)
         return next((current for current in ready if current.record is record), None)
 
     def _update(self, current: _InFlight) -> None:

@@ -106,6 +106,11 @@ class SimulatedUpdate:
         return self._cached
 
     @property
+    def num_places_free(self) -> int:
+        """Places in the window that are free."""
+        return self._free_places
+
+    @property
     def num_free(self) -> int:
         """Records for which there is room, those that are cached left aside."""
         return min(self._free_places, self._free_states)

@@ -212,6 +212,7 @@ class _Simulation:
                     self._sequence(step),
                     cached=self._update.cached,
                     capacity=self._update.num_free,
+                    num_places=self._update.num_places_free,
                 )
             )
 
