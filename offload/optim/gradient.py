@@ -9,7 +9,7 @@ return an alias, apply the pending factors first, rounded to nearest even.
 
 [Note: who has an alias may write to it]
 An alias shows the memory in a storage of its own, so it is known as long as a tensor, or an array,
-of it is there. Until then its gradient may change without a word: no update of it begins before the
+of it is there. Meanwhile its gradient may change without a word: no update of it begins before the
 step, and none goes on after the step has returned.
 """
 

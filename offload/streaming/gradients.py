@@ -203,10 +203,10 @@ class Gradients:
         accumulator = self._accumulators[id(parameter)]
         return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
 
-    def is_aliased(self, names: Iterable[str]) -> bool:
-        """Tells whether somebody may write to the gradient of any of these at any time."""
-        found = (self._accumulators.get(id(self._parameters[name])) for name in names)
-        return any(each is not None and each.is_aliased for each in found)
+    def aliased(self, names: Iterable[str]) -> list[str]:
+        """Returns those whose gradients somebody may write to at any time."""
+        found = ((name, self._accumulators.get(id(self._parameters[name]))) for name in names)
+        return [name for name, each in found if each is not None and each.is_aliased]
 
     def settle(self) -> None:
         """Waits until every gradient has arrived in its accumulator.

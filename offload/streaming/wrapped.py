@@ -260,10 +260,8 @@ class WrappedModel:
                 assert self._attachment.streamed is not None
                 trace = self._attachment.streamed.residency.trace
                 self._updates.start(updates, step=step, trace=trace, skip=done)
-                if self._memory.gradients is not None and self._memory.gradients.is_aliased(
-                    updates
-                ):
-                    self._updates.finish()
+                if self._memory.gradients is not None:
+                    self._updates.wait_for(self._memory.gradients.aliased(updates))
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
             self.completed_steps += 1
@@ -432,7 +430,7 @@ class WrappedModel:
         early, gradients = self._updates.early, self._memory.gradients
         if early is None or self._is_accumulating or not is_in_backward():
             return
-        if gradients is None or gradients.is_aliased((name,)):
+        if gradients is None or gradients.aliased((name,)):
             return
         if not early.has_begun:
             self._require_room_for_step()

@@ -1,12 +1,34 @@
 """Views of `p.grad` that are kept: what is written to them before the step counts, and no more."""
 
 import pytest
+import torch
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference
 from parity.sessions import open_session, use_small_records
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
+from torch import nn
 
 EARLY = ["backward", "both"]
+LOOKS = {
+    "clip": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "clip one by one": lambda model, _: nn.utils.clip_grad_norm_(
+        model.parameters(), 0.01, foreach=False
+    ),
+    "clip values": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "scaler": lambda _, optimizer: unscale(optimizer),
+    "foreach": lambda model, _: torch._foreach_norm([each.grad for each in model.parameters()]),
+    "norm": lambda model, _: [each.grad.norm().item() for each in model.parameters()],
+    "print": lambda model, _: [str(each.grad) for each in model.parameters()],
+    "vector": lambda model, _: nn.utils.parameters_to_vector(
+        each.grad for each in model.parameters()
+    ),
+    "views": lambda model, _: [each.grad.view(-1).max().item() for each in model.parameters()],
+    "arrays": lambda model, _: [
+        each.grad.view(torch.int16).numpy() + 1 for each in model.parameters()
+    ],
+    "data": lambda model, _: [each.grad.data.mul_(0.5) for each in model.parameters()],
+}
+"""What loops do to gradients; nothing is kept that could be written to."""
 VIEWS = {
     "row": lambda gradient: gradient[1],
     "flat": lambda gradient: gradient.view(-1),
@@ -17,6 +39,12 @@ VIEWS = {
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):
     use_small_records(monkeypatch)
+
+
+def unscale(optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
 
 
 def trained(session):
@@ -99,3 +127,49 @@ def test_without_views_updates_still_run_under_the_next_forward(tmp_path):
 
         assert len(norms) == 3
         assert session._wrapped._updates.deferred.is_pending
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.unified
+def test_a_loop_that_looks_at_gradients_waits_for_no_update(tmp_path, look):
+    plain, _ = updates_in_place(tmp_path / "plain", lambda *_: None)
+
+    found, aliased = updates_in_place(tmp_path / "looked", LOOKS[look])
+
+    assert not aliased
+    assert found == plain > 0
+
+
+def updates_in_place(path, look):
+    """Returns how many units came from their update, and whose gradients might be written to."""
+    with open_session(path, budget_bytes=233_360, overlap="forward") as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        aliased = []
+        for step in range(3):
+            loss_of(model, step).backward()
+            looked_at = look(model, optimizer)
+            names = session._wrapped._parameters
+            aliased += session._wrapped._memory.gradients.aliased(names)
+            optimizer.step()
+            optimizer.zero_grad()
+            del looked_at
+        with torch.no_grad():
+            loss_of(model, 0)
+        return session.stats().updated_in_place, aliased
+
+
+@pytest.mark.unified
+def test_a_view_that_is_kept_holds_back_the_step_for_the_updates_of_its_unit(tmp_path):
+    with open_session(tmp_path, budget_bytes=233_360, overlap="forward") as session:
+        model, optimizer, _ = trained(session)
+        loss_of(model, 7).backward()
+        view = model.blocks[0].up.weight.grad[0]
+
+        optimizer.step()
+        updates = session._wrapped._updates
+        is_updated = {n: updates.deferred.is_updated(u) for n, u in updates._unit_of.items()}
+
+        assert view.shape
+        assert is_updated["blocks.0.up.weight"]
+        assert not is_updated["blocks.2.down.weight"]
