@@ -33,7 +33,7 @@ from offload._native.optim import copy_rate_bytes_per_s
 from offload.bench.update import bench_update
 from offload.bench.update_options import UpdateOptions, made_up_layout
 from offload.optim.kernels import load_kernels
-from offload.plan.host import plan_host
+from offload.plan.host_cut import plan_host
 from offload.plan.machine import Machine, PathRates
 from offload.plan.machine_profile import VARIABLE, MachineProfile, PathProfile, read_profile
 from offload.plan.window import WINDOW_BYTES, window_bytes_for

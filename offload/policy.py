@@ -70,9 +70,24 @@ class Overlap(Protocol):
         """
 
     def prefetched(
-        self, sequence: Sequence[int], *, cached: Container[int], capacity: int
+        self,
+        sequence: Sequence[int],
+        *,
+        cached: Container[int],
+        capacity: int,
+        num_places: int,
     ) -> Sequence[int]:
-        """Returns at most `capacity` records to read before their update is asked for."""
+        """Returns which records to read before their update is asked for.
+
+        They wait in the window for their turn, so they leave a place for those in memory that come
+        before one of them.
+
+        Args:
+            sequence: Of all records that are updated.
+            cached: Records that are in memory.
+            capacity: The most records that there are buffers for.
+            num_places: The most that are in the window at one time, with those from memory.
+        """
 
 
 def resolve_overlap(name: str) -> Overlap | None:
@@ -127,11 +142,15 @@ class Striping(Protocol):
         """
 
 
-def resolve_striping(name: str) -> Striping:
+def resolve_striping(name: str, *, num_paths: int | None = None) -> Striping:
     """Returns a new striping that is called `name`; `modulo` may have a ratio: `modulo:2:1`.
 
+    Args:
+        name: Of the striping.
+        num_paths: For how many paths it is; None: that shows later.
+
     Raises:
-        ConfigError: There is no such striping, or its ratio is none.
+        ConfigError: There is no such striping, or its ratio is none, or one for other paths.
     """
     known: dict[str, Any] = importlib.import_module("offload.policies.striping").STRIPINGS
     stem, _, text = name.partition(":")
@@ -141,6 +160,12 @@ def resolve_striping(name: str) -> Striping:
         raise ConfigError(
             f"cannot resolve `policy.striping`: expected {_names(list(known))}, or a ratio such "
             f"as `modulo:2:1`, found `{name}`; change `policy.striping`"
+        )
+    if ratio and num_paths is not None and len(ratio) != num_paths:
+        raise ConfigError(
+            f"cannot stripe by `{name}`: expected one number for each path, of which there "
+            f"{'is 1' if num_paths == 1 else f'are {num_paths}'}, found {len(ratio)}; change "
+            "`policy.striping`"
         )
     return cast(Striping, known[stem](*map(int, ratio)))
 

@@ -26,10 +26,20 @@ class Forward:
         return next((record for record in waiting if record in needed), waiting[0])
 
     def prefetched(
-        self, sequence: Sequence[int], *, cached: Container[int], capacity: int
+        self,
+        sequence: Sequence[int],
+        *,
+        cached: Container[int],
+        capacity: int,
+        num_places: int,
     ) -> Sequence[int]:
-        """Returns the first `capacity` records of the sequence that are not in memory."""
-        return [record for record in sequence if record not in cached][:capacity]
+        """Returns the first records of the sequence that are not in memory, and fit.
+
+        They leave a place for what comes before one of them.
+        """
+        found = [record for record in sequence if record not in cached][:capacity]
+        is_beginning = found == list(sequence[: len(found)])
+        return found if is_beginning else found[: max(num_places - 1, 0)]
 
 
 class Both(Forward):

@@ -19,6 +19,7 @@ import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.optim.gradient import StreamedGradient
 from offload.streaming.placeholders import placeholder_of as plain_placeholder_of
 
 GRANULE = 64
@@ -40,6 +41,7 @@ def pretend(monkeypatch, *, tells=True):
     monkeypatch.setattr("offload.devices.cuda._cuda", runtime)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: runtime.record_stream(*args))
     monkeypatch.setattr(torch.Tensor, "data", _data_of(runtime), raising=False)
+    monkeypatch.setattr(torch.Tensor, "grad", _grad_of(runtime), raising=False)
     placeholders = "offload.streaming.placeholders"
     monkeypatch.setattr(f"{placeholders}.placeholder_of", _placeholders_of(runtime))
     monkeypatch.setattr(f"{placeholders}.memory_of", lambda _: None)  # the device has to tell
@@ -56,6 +58,19 @@ def _data_of(runtime):
         plain.__set__(tensor, values)
 
     return property(plain.__get__, move)
+
+
+def _grad_of(runtime):
+    """`Tensor.grad` as there: a gradient that seems to be on the device is of no other tensor."""
+    plain = torch._C.TensorBase.grad
+
+    def show(tensor, gradient):
+        is_elsewhere = tensor.numel() and not runtime.has(tensor)
+        if isinstance(gradient, StreamedGradient) and is_elsewhere:
+            raise RuntimeError("assigned a gradient on the device to a tensor on the CPU")
+        plain.__set__(tensor, gradient)
+
+    return property(plain.__get__, show, plain.__delete__)
 
 
 def _placeholders_of(runtime):

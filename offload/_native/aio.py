@@ -164,6 +164,8 @@ class Queue:
     ) -> Request:
         """Starts a transfer and returns at once.
 
+        Whatever it raises, an interrupt too, the transfer is not in flight.
+
         Raises:
             OSError: The arguments are out of range (EINVAL, EOVERFLOW) or memory is short.
         """
@@ -176,8 +178,18 @@ class Queue:
         transfer.len = num_bytes
         transfer.offset = offset
         out = self._ffi.new("struct ofl_aio_request **")
-        _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
-        return Request(self._lib, self._ffi.gc(out[0], self._lib.ofl_aio_release))
+        try:
+            _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
+            return Request(self._lib, self._ffi.gc(out[0], self._end))
+        except BaseException:
+            if out[0]:  # an interrupt: nobody knows of the transfer
+                self._lib.ofl_aio_wait(out[0], -1)
+            raise
+
+    def _end(self, request: Any) -> None:
+        """Gives a request up; its memory may go next, so it has to be over."""
+        self._lib.ofl_aio_wait(request, -1)
+        self._lib.ofl_aio_release(request)
 
     def register(self, *, address: int, num_bytes: int) -> None:
         """Announces memory that many transfers will use; it stays until `close()`.

@@ -9,7 +9,8 @@ from offload.bench.update_baselines import RULES
 from offload.bench.update_options import PARAMETER_ELEMENTS, UpdateOptions, made_up_layout
 from offload.errors import PlanError
 from offload.memory import usable_memory
-from offload.plan.host import HostPlan, plan_host
+from offload.plan.host import HostPlan
+from offload.plan.host_cut import plan_host
 from offload.plan.machine_profile import read_profile
 from offload.plan.storage import StoragePath, usable_bytes
 from offload.plan.window import window_bytes_for

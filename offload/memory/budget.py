@@ -1,14 +1,34 @@
 """A tier's hard limit: what is leased now, the most there has been, and who holds it."""
 
+import contextlib
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Iterator
+from typing import Protocol
 
 from offload.errors import BudgetError
 from offload.sizes import format_size
 
 
+class Leasing(Protocol):
+    """What leases memory of a budget and knows itself how much.
+
+    Attributes:
+        purpose: What the memory is for.
+    """
+
+    purpose: str
+
+    @property
+    def leased_bytes(self) -> int: ...
+
+
 class Budget:
     """Counts leased bytes of one tier and refuses what does not fit.
+
+    Attributes:
+        purpose: What it is for, among the leases of the budget that it is a part of.
 
     Concurrency: Any thread.
     """
@@ -21,20 +41,45 @@ class Budget:
         """
         self.capacity_bytes = capacity_bytes
         self.tier = tier
+        self.purpose = "a model"
         self._within = within
-        self._lock = threading.RLock()  # a dying storage releases from inside any allocation
+        # One for all parts; a dying storage releases from inside any allocation.
+        self._lock: threading.RLock = threading.RLock() if within is None else within._lock
         self._leased = Counter[str]()
-        self._leased_bytes = 0
+        self._followed: list[weakref.ref[Leasing]] = []
         self._peak_bytes = 0
+        if within is not None:
+            within.follow(self)
 
     @property
     def leased_bytes(self) -> int:
-        return self._leased_bytes
+        followed = (each() for each in self._followed)
+        others = sum(each.leased_bytes for each in followed if each is not None)
+        return sum(self._leased.values()) + others
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes leased at one time."""
         return self._peak_bytes
+
+    def follow(self, leasing: Leasing) -> None:
+        """Counts what `leasing` has leased, as long as it is there."""
+        self._followed.append(weakref.ref(leasing))
+
+    @contextlib.contextmanager
+    def leasing(self, num_bytes: int, purpose: str) -> Iterator[None]:
+        """A context in which who is followed leases `num_bytes`.
+
+        Raises:
+            BudgetError: They do not fit; the context is not entered.
+        """
+        within = self._within
+        with self._lock:
+            if self.leased_bytes + num_bytes > self.capacity_bytes:
+                raise BudgetError(self._refusal(num_bytes, purpose))
+            with contextlib.nullcontext() if within is None else within.leasing(num_bytes, purpose):
+                yield
+            self._peak_bytes = max(self._peak_bytes, self.leased_bytes)
 
     def lease(self, num_bytes: int, purpose: str) -> None:
         """Takes `num_bytes` for `purpose`.
@@ -42,28 +87,28 @@ class Budget:
         Raises:
             BudgetError: They do not fit; nothing was taken.
         """
-        with self._lock:
-            if self._leased_bytes + num_bytes > self.capacity_bytes:
-                raise BudgetError(self._refusal(num_bytes, purpose))
-            if self._within is not None:
-                self._within.lease(num_bytes, purpose)
-            self._leased_bytes += num_bytes
+        with self.leasing(num_bytes, purpose):
             self._leased[purpose] += num_bytes
-            self._peak_bytes = max(self._peak_bytes, self._leased_bytes)
 
     def release(self, num_bytes: int, purpose: str) -> None:
         """Gives back what `lease` took under the same purpose."""
         with self._lock:
-            self._leased_bytes -= num_bytes
             self._leased[purpose] -= num_bytes
-            if self._within is not None:
-                self._within.release(num_bytes, purpose)
+
+    def _leased_for(self) -> Counter[str]:
+        """Returns what is leased by purpose, that of the parts too."""
+        leased = Counter(self._leased)
+        for each in (followed() for followed in self._followed):
+            if isinstance(each, Budget):
+                leased += each._leased_for()
+            elif each is not None:
+                leased[each.purpose] += each.leased_bytes
+        return leased
 
     def _refusal(self, num_bytes: int, purpose: str) -> str:
-        held = ", ".join(
-            f"{name} {format_size(size)}" for name, size in self._leased.items() if size
-        )
-        free = self.capacity_bytes - self._leased_bytes
+        leased = self._leased_for()
+        held = ", ".join(f"{name} {format_size(size)}" for name, size in leased.items() if size)
+        free = self.capacity_bytes - self.leased_bytes
         return (
             f"cannot lease memory for {purpose} on tier `{self.tier}`: needs "
             f"{format_size(num_bytes)}, {format_size(free)} of "

@@ -23,6 +23,7 @@ from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.policy import Overlap
 from offload.storage.stalls import StallAccount
+from offload.storage.threads import join, was_started
 
 _CAUSE = "a unit whose update is pending"
 
@@ -108,10 +109,9 @@ class DeferredUpdates:
             skip: Names of records that need no update any more.
         """
         assert not self.is_pending
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
-            thread.start()
-            self._thread = thread
+        if not was_started(self._thread):  # see [Note: an interrupted start]
+            self._thread = threading.Thread(target=self._run, name="offload-updates", daemon=True)
+            self._thread.start()
         self.reads_gradients = True
         touched = self._pipeline.touched(self._records, updates.keys() | edited)
         names = frozenset(record.name for record in touched if record.name not in skip)
@@ -234,7 +234,12 @@ class DeferredUpdates:
         assert not self.is_pending
         window = self._pipeline.window
         cached = {i for i, record in enumerate(self._records) if record.name in window.cached}
-        chosen = self._policy.prefetched(self._sequence, cached=cached, capacity=window.num_free)
+        chosen = self._policy.prefetched(
+            self._sequence,
+            cached=cached,
+            capacity=window.num_free,
+            num_places=window.num_places - window.num_places_taken,
+        )
         self._pipeline.prefetch([self._records[index] for index in chosen])
 
     def forget_failure(self) -> BaseException | None:
@@ -257,7 +262,7 @@ class DeferredUpdates:
             with self._changed:
                 self._is_closing = True
                 self._changed.notify_all()
-            thread.join()
+            join(thread)
 
     def _hurry(self) -> None:
         """Has no update wait for slots any more."""

@@ -22,6 +22,7 @@ from offload.optim.update_job import UpdateJob
 from offload.optim.update_waits import UpdateWaits
 from offload.storage.stalls import StallAccount
 from offload.storage.store import BlockStore
+from offload.storage.threads import join
 
 _CAUSE = "updates that began under backward"
 
@@ -195,17 +196,17 @@ class EarlyUpdates:
             on_updated=self._on_updated,
             is_staged=True,
         )
-        thread = threading.Thread(
+        self._job = job
+        self._thread = threading.Thread(
             target=self._run, args=(job,), name="offload-early-updates", daemon=True
         )
-        thread.start()
-        self._job, self._thread = job, thread
+        self._thread.start()  # see [Note: an interrupted start]
 
     def _end_job(self) -> None:
         if self._thread is not None:
             self._source.close()
             self._pipeline.wake()
-            self._thread.join()
+            join(self._thread)
             self._thread = None  # after the wait, which an interrupt may end
         self._job = None
         self._updates = {}
@@ -292,5 +293,6 @@ class _ArrivingRecords:
         with self._lock:
             self._waiting.remove(record)
 
-    def choose(self, ready: Sequence[Record]) -> Record:
+    def choose(self, ready: Sequence[Record], *, is_stuck: bool) -> Record:
+        del is_stuck
         return ready[0]

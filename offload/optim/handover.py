@@ -6,6 +6,12 @@ there when the pass over a record ends takes the parameters from it, and nobody 
 is there must not depend on who is faster: so the pass over a record waits until every unit of it
 that the forward is expected to use has a slot, or until somebody waits for one of them. Records
 still are read as far ahead as there are buffers, and slots come free as fast as units are used.
+
+Records come into the window in the order in which the forward needs them. So what is waited for is
+there, or comes as soon as others are written: that takes no record its wait for slots. What is read
+before the step leaves a place for those in memory that come before it. Only where all places are
+taken by records that wait, as in a pass that departs from what was foreseen, one of them is updated
+without slots, the last first.
 """
 
 import threading

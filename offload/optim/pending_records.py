@@ -62,11 +62,15 @@ class PendingRecords:
     def is_open(self) -> bool:
         return False
 
-    def choose(self, ready: Sequence[Record]) -> Record | None:
+    def choose(self, ready: Sequence[Record], *, is_stuck: bool) -> Record | None:
+        """As `RecordSource` has it; see [Note: an update waits for a slot]."""
         with self._lock:
             numbers = [self.number_of(record) for record in ready]
-            if not self.is_hurried and self._needed.isdisjoint(self._waiting):
+            if not self.is_hurried:
+                waiting = numbers
                 numbers = [n for n in numbers if n in self._needed or self._handovers.may_begin(n)]
+                if not numbers and is_stuck and not self._needed.isdisjoint(self._waiting):
+                    numbers = waiting[-1:]
             if not numbers:
                 return None
             return self._records[self._policy.choose(numbers, self._needed)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class UpdatePipeline:
             return
         try:
             ticket = store.read(state_key(record), buffer.state, priority=_PRIORITY)
-        except Exception:  # after an interrupt a transfer may be on its way: the buffer is lost
+        except Exception:  # after an interrupt a transfer may be on its way: it has the buffer
             self.release(current)
             raise
         current.tickets.append(ticket)
@@ -244,13 +245,20 @@ class UpdatePipeline:
         if current.buffer is not None:
             self.window.release(current.buffer)
 
-    def abandon(self, *queues: Sequence[_InFlight]) -> None:
-        """Waits for what is in flight, whatever it gives, and frees the buffers."""
+    def abandon(self, *queues: Sequence[_InFlight], was_interrupted: bool = False) -> None:
+        """Waits for what is in flight, whatever it gives, and frees the buffers.
+
+        After an interrupt there may be transfers that nobody knows of: what they use is free when
+        they are over.
+        """
         for current in (c for queue in queues for c in queue):
             for ticket in current.tickets:
                 with contextlib.suppress(OffloadError):  # the first error is on its way
                     ticket.wait()
-            self.release(current)
+            if not was_interrupted:
+                self.release(current)
+            current.tickets.clear()
+            current.buffer = None
 
 
 class _Run:
@@ -281,7 +289,8 @@ class _Run:
                 self._read_ahead()
                 ready = [current for current in reading if current.is_done()]
                 coming = [current for current in reading if current not in ready]
-                if (current := self._choose(ready)) is not None:
+                is_stuck = not (coming or writing)
+                if (current := self._choose(ready, is_stuck=is_stuck)) is not None:
                     self._update(current)
                 elif coming:
                     self._pipeline.wait_any(coming[0], self._job, "reading records")
@@ -291,8 +300,11 @@ class _Run:
                     self._pipeline.wait_woken()
                 elif source.peek() is not None or self._left_out:
                     raise self._stuck()
-        except BaseException:
-            self._pipeline.abandon(reading, writing)
+        except BaseException as error:
+            was_interrupted = not isinstance(error, Exception)
+            self._pipeline.abandon(reading, writing, was_interrupted=was_interrupted)
+            if was_interrupted:  # who keeps it must not keep buffers
+                traceback.clear_frames(error.__traceback__)
             raise
 
     def _stuck(self) -> BudgetError:
@@ -385,11 +397,12 @@ class _Run:
         )
         return used < subgroup.num_elements
 
-    def _choose(self, ready: Sequence[_InFlight]) -> _InFlight | None:
+    def _choose(self, ready: Sequence[_InFlight], *, is_stuck: bool) -> _InFlight | None:
         """Returns which of the records that are there is updated next, if one may be."""
         if not ready:
             return None
-        record = self._job.source.choose([current.record for current in ready])
+        records = [current.record for current in ready]
+        record = self._job.source.choose(records, is_stuck=is_stuck)
         return next((current for current in ready if current.record is record), None)
 
     def _update(self, current: _InFlight) -> None:

@@ -18,8 +18,13 @@ class RecordSource(Protocol):
         """Says that the reading of `record` begins."""
         ...
 
-    def choose(self, ready: Sequence[Record]) -> Record | None:
-        """Returns which of the records that are in memory is updated next; None: none may yet."""
+    def choose(self, ready: Sequence[Record], *, is_stuck: bool) -> Record | None:
+        """Returns which of the records that are in memory is updated next; None: none may yet.
+
+        Args:
+            ready: At least one.
+            is_stuck: Whether no transfer is in flight whose end could make room for another record.
+        """
         ...
 
     def is_open(self) -> bool:
@@ -51,7 +56,8 @@ class InOrder:
     def take(self, record: Record) -> None:
         self._order.take(record.name)
 
-    def choose(self, ready: Sequence[Record]) -> Record:
+    def choose(self, ready: Sequence[Record], *, is_stuck: bool) -> Record:
+        del is_stuck
         return ready[0]
 
     def is_open(self) -> bool:

@@ -1,5 +1,6 @@
 """The window: buffers that hold what of a record lives on storage while it is updated."""
 
+import weakref
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,11 +11,18 @@ from offload.memory import Slot, SlotPool, storage_over
 from offload.plan.window import is_left_for_reads
 
 
+class Place:
+    """Room for one record in a window; taken as long as something refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBuffer:
     """One record in the window.
 
     Attributes:
+        place: Of the record.
         state_slot: Its first bytes are the record's state, padded; None where that is resident.
         state: The state in it; None where that is resident or the rule keeps none.
         parameter_slot: Holds what `parameters` show; None where parameters are resident.
@@ -23,6 +31,7 @@ class RecordBuffer:
         gradients: Bytes of the gradients of each subgroup whose gradients are spilled, padded.
     """
 
+    place: Place
     state_slot: Slot[memoryview] | None
     parameter_slot: Slot[memoryview] | None
     state: memoryview | None
@@ -37,7 +46,9 @@ class Window:
     Attributes:
         cached: The slot of each record that is in memory, by name.
         num_places: The most records that are in the window at one time.
-        num_places_taken: Those that are in it now.
+
+    See [Note: a lease ends with its bytes] in `offload.memory.pool`: a buffer that an interrupt
+    made lost takes no place, and its slots come back.
     """
 
     def __init__(
@@ -70,8 +81,13 @@ class Window:
         self._gradient_bytes = gradient_bytes or {}
         self.num_cached = num_cached
         self.num_places = num_places
-        self.num_places_taken = 0
+        self._places = weakref.WeakSet[Place]()
         self.cached: dict[str, Slot[memoryview]] = {}
+
+    @property
+    def num_places_taken(self) -> int:
+        """Records that are in the window now."""
+        return len(self._places)
 
     @property
     def is_empty(self) -> bool:
@@ -117,7 +133,7 @@ class Window:
         needed = [pool for pool, is_taken in wanted if pool is not None and is_taken]
         if self.num_places_taken >= self.num_places or any(not p.num_free for p in needed):
             return None
-        self.num_places_taken += 1
+        place = self._take_place()
         parameter_slot = self._parameters.try_lease() if self._parameters else None
         gradient_slot = None
         if self._gradients and takes_gradients:
@@ -126,6 +142,7 @@ class Window:
         if state_slot is None and self._states:
             state_slot = self._states.try_lease()
         return RecordBuffer(
+            place=place,
             state_slot=state_slot,
             parameter_slot=parameter_slot,
             state=state_slot.memory[: record.padded_bytes]
@@ -140,9 +157,11 @@ class Window:
         """Takes a state that is cached out of the cache; None while all places are taken."""
         if self.num_places_taken >= self.num_places:
             return None
-        self.num_places_taken += 1
+        place = self._take_place()
         state, slot = self.cached_state(record), self.cached.pop(record.name)
-        return RecordBuffer(state_slot=slot, parameter_slot=None, state=state, parameters={})
+        return RecordBuffer(
+            place=place, state_slot=slot, parameter_slot=None, state=state, parameters={}
+        )
 
     def keep(self, record: Record, buffer: RecordBuffer) -> RecordBuffer:
         """Moves the state of `buffer` to the cache; returns the buffer without it."""
@@ -159,13 +178,18 @@ class Window:
 
     def release(self, buffer: RecordBuffer) -> None:
         """Gives the buffer back; its transfers must have ended."""
-        self.num_places_taken -= 1
+        self._places.discard(buffer.place)
         if self._states and buffer.state_slot is not None:
             self._states.release(buffer.state_slot)
         if self._parameters and buffer.parameter_slot is not None:
             self._parameters.release(buffer.parameter_slot)
         if self._gradients and buffer.gradient_slot is not None:
             self._gradients.release(buffer.gradient_slot)
+
+    def _take_place(self) -> Place:
+        place = Place()
+        self._places.add(place)
+        return place
 
     def _cut_gradients(self, record: Record, slot: Slot[memoryview]) -> dict[str, memoryview]:
         gradients: dict[str, memoryview] = {}

@@ -56,9 +56,10 @@ def handed_over(
         if record.name not in records:
             continue
         parts = [(numbers[s.shard], s.name) for s in record.subgroups]
-        parts = [(unit, name) for unit, name in parts if unit in places and unit not in wide]
+        parts = [(unit, name) for unit, name in parts if unit in places]
         first = 0 if is_finished_at_once else min((places[u] for u, _ in parts), default=0)
-        found.update(name for unit, name in parts if unit in slotted.get(first, ()))
+        slots = slotted.get(first, set()) - wide
+        found.update(name for unit, name in parts if unit in slots)
     return frozenset(found)
 
 

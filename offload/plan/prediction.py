@@ -96,15 +96,11 @@ def predict_step(
     step = simulate(work, simulated, _policy(layout, host, device, choices))
     bound_s = None
     if machine.paths or machine.link:
-        compute = ComputeTimes(
-            forward_s=sum(each.forward_s for each in passes),
-            backward_s=sum(each.backward_s for each in passes),
-        )
         bound_s = step_bound(
             machine,
             traffic,
             num_parameters=layout.trainable_elements,
-            compute=[compute] * micro_steps,
+            compute=[_sum_of(passes)] * micro_steps,
             overlap=choices.overlap,
             prefetched_bytes=host.prefetched_bytes if host else 0,
             shares_cores=shares_cores,
@@ -116,6 +112,13 @@ def predict_step(
         bound_s=bound_s,
         written_bytes_per_day=worn.bytes_per_day,
         tokens_to_hide_io=_tokens_to_hide_io(work, traffic, machine, tokens),
+    )
+
+
+def _sum_of(passes: Sequence[PassTimes]) -> ComputeTimes:
+    return ComputeTimes(
+        forward_s=sum(each.forward_s for each in passes),
+        backward_s=sum(each.backward_s for each in passes),
     )
 
 

@@ -1,6 +1,7 @@
-"""Items in a given order, of which some may wait for others."""
+"""Items in the order in which they are read: a given one, or as a policy chooses."""
 
-from collections.abc import Container, Iterable
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=int | str)
@@ -46,3 +47,23 @@ class ReadingOrder(Generic[Item]):
         ):
             position += 1
         return position
+
+
+class ChosenOrder:
+    """Gives the items that a policy chooses among those that are left."""
+
+    def __init__(self, items: Iterable[int], choose: Callable[[Sequence[int]], int]) -> None:
+        self._left = deque(items)
+        self._choose = choose
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def peek(self, *, besides: Container[int] = ()) -> int | None:
+        """Returns the chosen item; None if there is none. The policy alone has others wait."""
+        del besides
+        return self._choose(self._left) if self._left else None
+
+    def take(self, item: int) -> None:
+        """Says that `item` is not to be given again."""
+        self._left.remove(item)

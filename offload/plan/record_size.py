@@ -5,14 +5,11 @@ from dataclasses import replace
 
 from offload.layout import RECORD_ELEMENTS, ModelLayout
 from offload.plan.host import HostPlan
-from offload.plan.window import num_at_once, waits_with
-from offload.sizes import MIB
+from offload.plan.storage import BLOCK_BYTES, store_space
+from offload.plan.update_time import PlannedLayout, fastest_plan
 
 SIZES = tuple(RECORD_ELEMENTS >> shift for shift in range(5))
 """Elements of records that are tried, the largest first."""
-_RECORD_BYTES = 2 * MIB
-"""What a record costs in every step beside its transfers, as bytes that storage could have moved:
-1.4 to 2.7 ms at 1.2 GB/s both ways together (docs/planning.md, records of 2^20 to 2^18)."""
 _MOST_RECORDS = 1 << 14
 """Smaller records than this many of a model take are not tried: each costs work in every step."""
 
@@ -22,39 +19,35 @@ def choose_records(
 ) -> tuple[ModelLayout, HostPlan]:
     """Returns the layout and the plan with the records that suit the budget best.
 
-    These are the largest of those with which a step costs least: smaller ones leave more of a short
-    budget to the cache, and each of them costs something. The plan's smallest budget is that of the
-    smallest records.
+    These are the largest of those with which the simulated step is shortest: smaller ones leave
+    more of a short budget to the cache, and each of them costs something. The plan's smallest
+    budget is that of the smallest records.
+
+    Blocks of a store are not shared by records. So sizes that leave a third of the blocks unused,
+    which take up to 2.7 times the space, are chosen where no other fits alone.
 
     Args:
         plan: Lays the model out with records of at most so many elements, and plans its memory.
     """
     tried = [plan(elements) for elements in _sizes_for(plan(SIZES[0])[0])]
     smallest_bytes = min(tried[0][1].smallest_bytes, tried[-1][1].smallest_bytes)
-    fitting = [(layout, found) for layout, found in tried if found.fits]
-    layout, found = min(fitting or tried[-1:], key=lambda each: step_cost_bytes(*each))
-    return layout, replace(found, smallest_bytes=smallest_bytes)
-
-
-def step_cost_bytes(layout: ModelLayout, plan: HostPlan) -> float:
-    """Returns what the update of a step costs, in bytes moved both ways.
-
-    Args:
-        layout: Of the model.
-        plan: How the host budget is cut for it.
-    """
-    num_records = max(len(layout.records), 1)
-    streamed = plan.gradients.spilled_bytes
-    if plan.state_buffer_bytes:
-        streamed += layout.state_bytes * (num_records - plan.num_cached) // num_records
-    if plan.parameter_buffer_bytes:
-        streamed += layout.parameter_bytes
-    # What stays in slots beyond those is not read again by backward.
-    kept = min(plan.slot_bytes * plan.num_slots, layout.parameter_bytes)
-    at_once = num_at_once(plan.num_buffers, plan.num_places, plan.num_cached, num_records)
-    return waits_with(at_once) * 2 * streamed - kept + _RECORD_BYTES * num_records
+    fitting = [each for each in tried if each[1].fits] or tried[-1:]
+    frugal = [(layout, found) for layout, found in fitting if not _wastes_space(layout, found)]
+    best = fastest_plan(
+        [PlannedLayout(layout=layout, host=found) for layout, found in frugal or fitting]
+    )
+    return best.layout, replace(best.host, smallest_bytes=smallest_bytes)
 
 
 def _sizes_for(layout: ModelLayout) -> list[int]:
     total = layout.trainable_elements
     return [size for size in SIZES if size == SIZES[0] or total // size <= _MOST_RECORDS]
+
+
+def _wastes_space(layout: ModelLayout, plan: HostPlan) -> bool:
+    """Returns whether its records leave much of their blocks unused, where they have some."""
+    if not plan.state_buffer_bytes and not plan.parameter_buffer_bytes:
+        return False  # what is committed is not rewritten in every step
+    return store_space(
+        layout, block_bytes=BLOCK_BYTES, durability="none", num_buffers=0
+    ).is_mostly_unused

@@ -74,6 +74,8 @@ class RunPlan:
     """Most units that one call needs at once."""
     tiled: frozenset[str] = frozenset()
     """Units of one weight each that no slot holds: they are computed in pieces."""
+    without_gradient: frozenset[str] = frozenset()
+    """Names of trainable parameters that no step updates."""
     handed_over: frozenset[str] = frozenset()
     """Subgroups that go from their update into the slot in which the next forward uses them."""
     kept: frozenset[str] = frozenset()

@@ -1,10 +1,11 @@
 """What of a step's update has happened in simulated time, as the next forward asks for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from offload.plan.events import Ticket, all_of
 from offload.plan.work import StepWork
+from offload.policy import Overlap
 
 
 class PendingUpdate:
@@ -14,14 +15,22 @@ class PendingUpdate:
         over: Done when everything is updated and written.
     """
 
-    def __init__(self, work: StepWork, *, copy_up: Callable[[int], Ticket]) -> None:
+    def __init__(
+        self,
+        work: StepWork,
+        *,
+        copy_up: Callable[[int], Ticket],
+        overlap: Overlap | None = None,
+    ) -> None:
         """Nothing has happened yet.
 
         Args:
             work: What is updated.
             copy_up: Copies so many bytes of parameters to the device, and says when.
+            overlap: Decides which record comes next under a forward; None: the first.
         """
         self.over = Ticket()
+        self._overlap = overlap
         self._records = work.records
         self._copy_up = copy_up
         self._here = [Ticket() for _ in work.records]
@@ -31,6 +40,8 @@ class PendingUpdate:
         self._taken: set[int] = set()
         self._held: list[int] = []
         """Taken ones whose pass nobody has hurried yet."""
+        self._needed: set[int] = set()
+        """Those that the pass waits for now."""
         self._missing: set[int] = set()
         """Needed ones that are not taken."""
         self._records_of: list[list[int]] = [[] for _ in work.units]
@@ -61,6 +72,13 @@ class PendingUpdate:
     def on_written(self, index: int) -> None:
         """Says that all of a record that is stored is written."""
         self._written[index].complete()
+        self._needed.discard(index)
+
+    def choose(self, indices: Sequence[int]) -> int:
+        """Returns which of the records comes next: there is at least one."""
+        if self._overlap is None:
+            return indices[0]
+        return self._overlap.choose(indices, self._needed)
 
     def may_begin(self, index: int) -> Ticket:
         """Returns when the pass over a record may begin: its units have slots, or never will."""
@@ -78,7 +96,9 @@ class PendingUpdate:
 
     def need(self, unit: int) -> None:
         """Says that the forward waits for a unit now."""
-        self._missing.update(i for i in self._records_of[unit] if i not in self._taken)
+        records = self._records_of[unit]
+        self._needed.update(i for i in records if not self._written[i].is_done)
+        self._missing.update(i for i in records if i not in self._taken)
         self._hurry()
 
     def _hurry(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from offload.plan.events import EventClock, Process, Server, Ticket, all_of, any_of
 from offload.plan.host import HostPlan
-from offload.plan.reading_order import ReadingOrder
+from offload.plan.reading_order import ChosenOrder, ReadingOrder
 from offload.plan.simulated_path import Urgency
 from offload.plan.simulated_pending import PendingUpdate
 from offload.plan.simulated_store import SimulatedStore
@@ -49,6 +49,9 @@ class _InFlight:
     holds_place: bool
     moved: Ticket = field(default_factory=Ticket)
     """Done when its bytes are there, and anew when they are written."""
+
+
+_Waiting = ReadingOrder[int] | ChosenOrder
 
 
 class SimulatedUpdate:
@@ -103,6 +106,11 @@ class SimulatedUpdate:
         return self._cached
 
     @property
+    def num_places_free(self) -> int:
+        """Places in the window that are free."""
+        return self._free_places
+
+    @property
     def num_free(self) -> int:
         """Records for which there is room, those that are cached left aside."""
         return min(self._free_places, self._free_states)
@@ -132,6 +140,7 @@ class SimulatedUpdate:
         kept: Container[int],
         may_read: Callable[[int], Ticket] | None = None,
         is_free: bool = False,
+        is_chosen: bool = False,
     ) -> Process:
         """Updates records, each once.
 
@@ -141,8 +150,11 @@ class SimulatedUpdate:
             kept: Those whose state stays in memory.
             may_read: Gives what the reads of a record wait for; None: nothing.
             is_free: Whether a record that is in memory may wait for others.
+            is_chosen: Whether an overlap chooses among those that wait.
         """
-        waiting = ReadingOrder(sequence)
+        waiting: _Waiting = ReadingOrder(sequence)
+        if is_chosen:
+            waiting = ChosenOrder(sequence, pending.choose)
         reading = self._take_over(waiting, pending)
         writing: list[_InFlight] = []
         is_free = is_free and self._window.max_in_flight is None
@@ -161,7 +173,7 @@ class SimulatedUpdate:
             elif waiting or reading or writing:
                 yield from self._wait(waiting, reading, writing, pending, may_read)
 
-    def _take_over(self, waiting: ReadingOrder[int], pending: PendingUpdate) -> list[_InFlight]:
+    def _take_over(self, waiting: _Waiting, pending: PendingUpdate) -> list[_InFlight]:
         """Goes on with what was read ahead."""
         reading, self._ahead = self._ahead, []
         for current in reading:
@@ -172,7 +184,7 @@ class SimulatedUpdate:
 
     def _wait(
         self,
-        waiting: ReadingOrder[int],
+        waiting: _Waiting,
         reading: Sequence[_InFlight],
         writing: Sequence[_InFlight],
         pending: PendingUpdate,
@@ -192,12 +204,14 @@ class SimulatedUpdate:
         self._io_wait_s, self._waiting_since_s = self.io_wait_s, None
 
     def _next(self, reading: Sequence[_InFlight], pending: PendingUpdate) -> _InFlight | None:
-        """Returns the first record whose pass can run; a baseline takes them in order."""
+        """Returns the record whose pass runs next; a baseline takes them in order."""
         candidates = reading if self._window.max_in_flight is None else reading[:1]
-        for current in candidates:
-            if current.moved.is_done and pending.may_begin(current.index).is_done:
-                return current
-        return None
+        ready = {
+            current.index: current
+            for current in candidates
+            if current.moved.is_done and pending.may_begin(current.index).is_done
+        }
+        return ready[pending.choose(list(ready))] if ready else None
 
     def _is_full(self, in_flight: Sequence[_InFlight]) -> bool:
         most = self._window.max_in_flight
@@ -213,7 +227,7 @@ class SimulatedUpdate:
 
     def _read_ahead(
         self,
-        waiting: ReadingOrder[int],
+        waiting: _Waiting,
         reading: list[_InFlight],
         pending: PendingUpdate,
         may_read: Callable[[int], Ticket] | None,
@@ -236,7 +250,7 @@ class SimulatedUpdate:
             reads = [] if current.is_hit else self._read_state(current)
             current.moved = all_of([*reads, *self._reads_beside_state(current)])
 
-    def _next_read(self, waiting: ReadingOrder[int]) -> int | None:
+    def _next_read(self, waiting: _Waiting) -> int | None:
         """Returns what is read next: what is in memory must not keep reads waiting."""
         if is_left_for_reads(self._free_places, self._num_places):
             return waiting.peek(besides=self._cached)

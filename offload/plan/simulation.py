@@ -148,7 +148,7 @@ class _Simulation:
         fetched: dict[int, Fetch] = {}
         complete = [Ticket() for _ in self._work.records]
         spills: list[Ticket] = []
-        pending = PendingUpdate(self._work, copy_up=self._link.up)
+        pending = PendingUpdate(self._work, copy_up=self._link.up, overlap=policy.overlap)
         early = _happened()
         for position in range(0, len(uses), len(self._work.units)):
             use, began_s = uses[position], clock.now_s
@@ -212,6 +212,7 @@ class _Simulation:
                     self._sequence(step),
                     cached=self._update.cached,
                     capacity=self._update.num_free,
+                    num_places=self._update.num_places_free,
                 )
             )
 
@@ -238,8 +239,9 @@ class _Simulation:
         kept, sequence = self._kept(step), self._sequence(step)
         if self._policy.updates_in_backward:
             sequence = [index for index in sequence if index in kept]
+        is_free = self._policy.overlap is None
         yield from self._update.run(
-            sequence, pending=pending, kept=kept, is_free=self._policy.overlap is None
+            sequence, pending=pending, kept=kept, is_free=is_free, is_chosen=not is_free
         )
         pending.over.complete()
 

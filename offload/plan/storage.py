@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from offload.layout import ModelLayout, Record
 from offload.sizes import GIB, MIB, format_size, round_up
 
+BLOCK_BYTES = MIB
+"""The block size of stores."""
 _MANIFEST_BYTES = 8 * MIB
 """Room for the manifests that are kept: a few hundred bytes for each block of a record."""
 _MOST_MARGIN_BYTES = GIB
@@ -59,6 +61,9 @@ class StoreSpace:
     """Each keeps a version more, as every step writes everything anew."""
     window_bytes: int
     """Of records that are being written while their versions before are still there."""
+    unused_bytes: int = 0
+    """Of one version, in the last blocks of states and of parameters: small records leave most of a
+    block unused."""
     frozen_bytes: int = 0
     """Of parameters that never change: all versions share them."""
     spill_bytes: int = 0
@@ -74,11 +79,17 @@ class StoreSpace:
     def describe(self) -> str:
         """Returns what the bytes are for."""
         spilled = f", {format_size(self.spill_bytes)} spilled" if self.spill_bytes else ""
+        unused = f" ({format_size(self.unused_bytes)} of it unused in blocks of small records)"
         return (
             f"{self.num_versions} versions and {self.num_checkpoints} checkpoints of "
-            f"{format_size(self.version_bytes)}, {format_size(self.window_bytes)} being written"
-            f"{spilled}"
+            f"{format_size(self.version_bytes)}{unused if self.is_mostly_unused else ''}, "
+            f"{format_size(self.window_bytes)} being written{spilled}"
         )
+
+    @property
+    def is_mostly_unused(self) -> bool:
+        """Whether blocks take half as much again as what is in them, or more."""
+        return 3 * self.unused_bytes >= self.version_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +157,7 @@ def store_space(
     """
     is_committed = durability == "commit"
     sizes = [_blocks_bytes(record, block_bytes) for record in layout.records]
+    used_bytes = sum(sum(_sizes_of(record)) for record in layout.records)
     in_records = {s.name for record in layout.records for s in record.subgroups}
     frozen = (
         round_up(subgroup.padded_parameter_bytes, block_bytes)
@@ -155,6 +167,7 @@ def store_space(
     )
     return StoreSpace(
         version_bytes=sum(sizes),
+        unused_bytes=sum(sizes) - used_bytes,
         frozen_bytes=sum(frozen),
         num_versions=1 + is_committed + is_staged,
         num_checkpoints=num_checkpoints if is_committed else 0,

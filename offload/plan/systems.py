@@ -15,7 +15,8 @@ from offload.config.scenario import SUBGROUP_PARAMETERS, ScenarioMachine, Scenar
 from offload.layout import ModelLayout, ParameterFacts, UnitFacts, build_layout
 from offload.layout.model import RECORD_ELEMENTS
 from offload.plan.handover import handed_over, records_under_forward
-from offload.plan.host import HostPlan, Placement, plan_host
+from offload.plan.host import HostPlan, Placement
+from offload.plan.host_cut import plan_host
 from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.simulated_update import WindowSize, window_of
 from offload.plan.simulation import SimulatedPolicy

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from offload.layout import ModelLayout, section_kinds
+from offload.layout import ModelLayout, Record, section_kinds
 from offload.plan.host import Placement
 from offload.policy import resolve_order
 
@@ -66,30 +66,59 @@ class ModelBytes:
     parameter_bytes: int
     """Of all parameters, frozen ones too."""
     trainable_parameter_bytes: int
+    """Of those in records that a step updates."""
     update_parameter_bytes: int
-    """Of the trainable parameters whose old value the update reads."""
+    """Of these, those whose old value the update reads."""
     state_bytes: int
+    """Of the records that a step updates."""
 
     @staticmethod
-    def of(layout: ModelLayout) -> "ModelBytes":
-        """Returns the bytes of `layout` without gaps and padding."""
-        every = trainable = update = state = 0
-        for shard, placed in layout.parameters.values():
-            num_bytes = placed.facts.num_bytes
-            every += num_bytes
-            if not shard.is_trainable:
-                continue
-            kinds = section_kinds(layout.codec, shard.dtype, layout.rule_of(placed.facts.name))
-            trainable += num_bytes
-            state += placed.facts.num_elements * sum(kind.itemsize for kind in kinds)
-            # A whole master in the state makes the old parameter superfluous.
-            update += 0 if any(kind.name == "master" for kind in kinds) else num_bytes
+    def of(layout: ModelLayout, *, without_gradient: Collection[str] = ()) -> "ModelBytes":
+        """Returns the bytes of `layout` without gaps and padding.
+
+        Args:
+            layout: Of the model.
+            without_gradient: Names of parameters that get none.
+        """
+        trainable = update = state = 0
+        for record in updated_records(layout, without_gradient):
+            for subgroup in record.subgroups:
+                dtype, parts = layout.shards[subgroup.shard].dtype, layout.parameters_in(subgroup)
+                is_partly_updated = any(p.facts.name in without_gradient for p in parts)
+                for placed in parts:
+                    kinds = section_kinds(layout.codec, dtype, layout.rule_of(placed.facts.name))
+                    elements = min(placed.stop, subgroup.stop) - max(placed.start, subgroup.start)
+                    trainable += elements * subgroup.itemsize
+                    state += elements * sum(kind.itemsize for kind in kinds)
+                    # A whole master in the state makes the old parameter superfluous.
+                    has_master = any(kind.name == "master" for kind in kinds)
+                    is_read = is_partly_updated or not has_master
+                    update += elements * subgroup.itemsize if is_read else 0
         return ModelBytes(
-            parameter_bytes=every,
+            parameter_bytes=sum(p.facts.num_bytes for _, p in layout.parameters.values()),
             trainable_parameter_bytes=trainable,
             update_parameter_bytes=update,
             state_bytes=state,
         )
+
+
+def updated_records(layout: ModelLayout, without_gradient: Collection[str]) -> list[Record]:
+    """Returns the records of which a parameter has a gradient: others are left alone.
+
+    Args:
+        layout: Of the model.
+        without_gradient: Names of parameters that get none.
+    """
+    return [
+        record
+        for record in layout.records
+        if not without_gradient
+        or any(
+            placed.facts.name not in without_gradient
+            for subgroup in record.subgroups
+            for placed in layout.parameters_in(subgroup)
+        )
+    ]
 
 
 def kept_for_backward(
@@ -113,7 +142,12 @@ def bytes_of_units(layout: ModelLayout, names: Collection[str]) -> int:
 
 
 def cached_state_bytes(
-    layout: ModelLayout, order: str, num_cached: int, *, steps: Iterable[int] = (1, 2)
+    layout: ModelLayout,
+    order: str,
+    num_cached: int,
+    *,
+    steps: Iterable[int] = (1, 2),
+    without_gradient: Collection[str] = (),
 ) -> int:
     """Returns H: bytes of the records that an update finds in memory, as the last step kept them.
 
@@ -124,11 +158,14 @@ def cached_state_bytes(
         order: The policy's name.
         num_cached: Records for whose state there is room.
         steps: From 1. Where all are odd, or all even, it is theirs alone.
+        without_gradient: Names of parameters that get none: a record of these alone is in no step.
     """
     records, turns = layout.records, {step % 2 for step in steps}
+    updated = {record.name for record in updated_records(layout, without_gradient)}
     # What an odd step finds an even one has kept.
     kept = [resolve_order(order).kept(len(records), num_cached, 2 - (not turn)) for turn in turns]
-    return sum(records[index].num_bytes for each in kept for index in each) // len(turns)
+    found = [records[index] for each in kept for index in each]
+    return sum(record.num_bytes for record in found if record.name in updated) // len(turns)
 
 
 def is_in_turns(order: str) -> bool:

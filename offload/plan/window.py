@@ -13,10 +13,6 @@ more: half of it each way hides the latency of any drive, and more only lengthen
 LEAST_BUFFERS = 4
 """Records with which reading, the pass and writing go on at the same time: with three one of them
 waits for another now and then (simulated, two paths)."""
-_WAITS = {1: 2.0, 2: 1.3, 3: 1.1}
-"""By how much an update takes longer with so few records in the window, as reading, the pass and
-writing then wait for each other. Simulated (24 records, two full duplex paths) it is 1.61, 1.07 and
-1.00; more is taken here, since what the engine does between transfers is not simulated."""
 HITS_TO_BUFFERS = 3
 """Records in the window for each that has a buffer for its state, where memory keeps some: these
 bring their own."""
@@ -35,10 +31,6 @@ class WindowCut:
     """Records in the window at one time, each with a buffer for what lies beside its state."""
     num_bytes: int
     """Of all buffers."""
-
-    def num_at_once(self, num_cached: int, num_records: int) -> int:
-        """Returns how many records are read, updated and written at one time."""
-        return num_at_once(self.num_buffers, self.num_places, num_cached, num_records)
 
 
 def cut_window(
@@ -106,11 +98,6 @@ def num_at_once(num_buffers: int, num_places: int, num_cached: int, num_records:
     """
     missed = num_records - num_cached
     return min(num_buffers * num_records // missed, num_places) if missed > 0 else num_places
-
-
-def waits_with(num_records: int) -> float:
-    """Returns by which factor an update takes longer with so few records in the window."""
-    return _WAITS.get(num_records, 1.0)
 
 
 def is_left_for_reads(num_places_free: int, num_places: int) -> bool:

@@ -53,7 +53,9 @@ class ActivationMeter:
             without: Tensors whose storages are not activations, such as parameters.
         """
         self._left_out = frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in without if tensor.numel()
+            tensor.untyped_storage().data_ptr()
+            for tensor in without
+            if tensor.layout is torch.strided and tensor.numel()
         )
         counting = torch.autograd.graph.saved_tensors_hooks(_Counting(self._pack), _unpack)
         with watching(self._note), counting:

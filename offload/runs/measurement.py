@@ -19,13 +19,13 @@ from offload.plan.machine_profile import (
 )
 from offload.plan.prediction import Prediction, predict_step
 from offload.plan.run_plan import RunPlan
+from offload.plan.storage import BLOCK_BYTES
 from offload.plan.tiles import slot_bytes_of
 from offload.plan.work import ModelPasses
 from offload.runs.busy import CpuTime, busy_note, others_cpu_share
 from offload.runs.data import open_text
 from offload.runs.link_rates import link_rates
 from offload.runs.pass_finder import PassFinder
-from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.planning import choices_of, tokens_per_step
 from offload.runs.probe import ProbeSize, probe_path, probe_update
 from offload.runs.rss import current_rss_bytes

@@ -10,23 +10,17 @@ from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
-from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes
-from offload.sizes import MIB
+from offload.plan.storage import BLOCK_BYTES, StoragePath, StoragePlan, store_space, usable_bytes
+from offload.policy import resolve_striping
 from offload.storage.drain_target import existing_directory, shared_path
-
-BLOCK_BYTES = MIB
-"""The block size of stores."""
 
 
 def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
     """Raises ConfigError unless stores, and copies of checkpoints, can be written where they go."""
-    for path in config.tiers.storage.paths:
-        if not Path(path).is_dir():
-            raise ConfigError(
-                f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
-                f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
-            )
+    _check_paths(config.tiers.storage.paths)
     directories = existing_directories(config, stores)
+    if config.offload:
+        resolve_striping(config.policy.striping, num_paths=len(directories))
     writable = [_is_writable(directory) for directory in directories]
     for index, directory in enumerate(directories):
         # A store that is gone on with leaves out what cannot be written any more.
@@ -44,6 +38,22 @@ def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
             "can be made or written, found one that is read-only or belongs to another user, or a "
             "file; choose another, or leave it out"
         )
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    for path in paths:
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"cannot use `tiers.storage.paths` entry `{path}`: expected a directory, found "
+                f"{'a file' if Path(path).exists() else 'nothing'}; make it or correct the path"
+            )
+    resolved = [Path(path).resolve() for path in paths]
+    for path, directory in zip(paths, resolved, strict=True):
+        if resolved.count(directory) > 1:
+            raise ConfigError(
+                f"cannot use `tiers.storage.paths` entry `{path}`: expected each directory once, "
+                f"found {resolved.count(directory)} that are `{directory}`; leave one out"
+            )
 
 
 def _is_writable(directory: Path) -> bool:

@@ -1,6 +1,6 @@
 """Plans a run from its configuration, before anything is loaded or written."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from offload.config import Config
 from offload.devices.opening import is_process_memory
 from offload.layout import ModelLayout
 from offload.memory import usable_memory
+from offload.plan.gradients import spilled_bytes_of
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.host import HostPlan
 from offload.plan.link import LinkTraffic, link_traffic
@@ -21,7 +22,9 @@ from offload.plan.traffic import (
     StepTraffic,
     cached_state_bytes,
     step_traffic,
+    updated_records,
 )
+from offload.plan.usable_memory import UsableMemory
 from offload.plan.uses import Reads, Uses, reads_of
 from offload.plan.window import too_small_window, window_bytes_for
 from offload.runs.loss_contract import require_contract
@@ -71,8 +74,9 @@ def plan_run(
     host = arrangement.host if config.offload else None
     uses = _uses(config, model, arrangement)
     reads = reads_of(uses, _num_slots(config, arrangement), tiled=discovered.wide)
+    without = _without_gradient(config, model, arrangement)
     usual = _usually_before(config)
-    handed = _handed_over(config, arrangement, uses, before=usual)
+    handed = _handed_over(config, arrangement, uses, before=usual, without_gradient=without)
     spilled, memory = model.spilled_bytes(config), usable_memory()
     plan = RunPlan(
         layout=layout,
@@ -81,13 +85,13 @@ def plan_run(
         if host is None
         else plan_storage(config, layout, host, stores, spill_bytes=spilled or 0),
         device=arrangement.device if _has_device_memory(config) else None,
-        activations={
-            "checkpoint": config.activations.checkpoint,
-            "offload": config.activations.offload if config.offload else "none",
-        },
+        activations=_activations(config),
         storage_path=", ".join(map(str, directories)),
-        traffic=plan_traffic(config, layout, host, reads=reads, handed_over=handed),
-        rhythm=_rhythm(config, arrangement, uses, usual=usual),
+        traffic=plan_traffic(
+            config, layout, host, reads=reads, handed_over=handed, without_gradient=without
+        ),
+        without_gradient=without,
+        rhythm=_rhythm(config, arrangement, uses, usual=usual, without_gradient=without),
         link=_plan_link(config, layout, reads=reads),
         handed_over=handed,
         kept=frozenset(u.name for i, u in enumerate(layout.units) if not reads.backward[i]),
@@ -99,8 +103,7 @@ def plan_run(
         if host is None
         else (
             *storage_warnings(config, directories, spilled),
-            *filter(None, [too_small_window(window, host.buffer_bytes)]),
-            *filter(None, [memory.warning(config.tiers.host.memory, host.planned_bytes)]),
+            *_memory_warnings(config, host, memory, window=window),
         ),
         memory=memory,
         device_memory_bytes=arrangement.device.planned_bytes
@@ -124,6 +127,24 @@ def plan_run(
         if stored is None or "host" not in plan.short_tiers
         else arrange_run(config, model.module).host.smallest_bytes,
     )
+
+
+def _memory_warnings(
+    config: Config, host: HostPlan, memory: UsableMemory, *, window: int | None
+) -> Iterator[str]:
+    """Yields what is wrong with the sizes that the run gives; `window` is the one asked for."""
+    found = (
+        too_small_window(window, host.buffer_bytes),
+        memory.warning(config.tiers.host.memory, host.planned_bytes),
+    )
+    yield from (warning for warning in found if warning is not None)
+
+
+def _activations(config: Config) -> dict[str, str]:
+    return {
+        "checkpoint": config.activations.checkpoint,
+        "offload": config.activations.offload if config.offload else "none",
+    }
 
 
 def _with_window(config: Config, directories: Sequence[Path], profile: MachineProfile) -> Config:
@@ -164,6 +185,7 @@ def plan_traffic(
     *,
     reads: Reads,
     handed_over: Collection[str] = (),
+    without_gradient: Collection[str] = (),
 ) -> StepTraffic:
     """Returns the bytes that a step moves under the config's policy.
 
@@ -173,20 +195,25 @@ def plan_traffic(
         host: How the host budget is cut; None where everything is in memory.
         reads: How often the passes of a micro-step read each unit.
         handed_over: Names of the subgroups that the first forward does not read.
+        without_gradient: Names of parameters that get none.
     """
     first = reads.kept_forward_bytes(layout) + handed_over_bytes(layout, handed_over)
     later = [reads.kept_forward_bytes(layout, is_first=False)] * (config.train.micro_steps - 1)
     return step_traffic(
-        ModelBytes.of(layout),
+        ModelBytes.of(layout, without_gradient=without_gradient),
         parameters=config.parameter_tier,
         optimizer=config.optimizer_tier,
         micro_steps=config.train.micro_steps,
-        cached_state_bytes=(
-            0 if host is None else cached_state_bytes(layout, config.policy.order, host.num_cached)
+        cached_state_bytes=0
+        if host is None
+        else cached_state_bytes(
+            layout, config.policy.order, host.num_cached, without_gradient=without_gradient
         ),
         kept_forward_bytes=[first, *later],
         kept_backward_bytes=[reads.kept_backward_bytes(layout)] * config.train.micro_steps,
-        spilled_gradient_bytes=host.gradients.spilled_bytes if host else 0,
+        spilled_gradient_bytes=spilled_bytes_of(layout, host.gradients, without_gradient)
+        if host
+        else 0,
     )
 
 
@@ -202,6 +229,18 @@ def _uses(config: Config, model: RehearsedModel, arrangement: Arrangement) -> Us
     return uses_by_modules(model.module, arrangement.discovered)
 
 
+def _without_gradient(
+    config: Config, model: RehearsedModel, arrangement: Arrangement
+) -> frozenset[str]:
+    """Returns the names of trainable parameters that get no gradient; models of ours have none."""
+    if config.model.factory is None or "storage" not in (
+        config.parameter_tier,
+        config.optimizer_tier,
+    ):
+        return frozenset()
+    return model.without_gradient(arrangement.discovered)
+
+
 def _usually_before(config: Config) -> Before:
     """Returns what every step begins after."""
     if config.train.eval_every == 1:
@@ -210,7 +249,14 @@ def _usually_before(config: Config) -> Before:
     return "commit" if is_each else "step"
 
 
-def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Before) -> Rhythm:
+def _rhythm(
+    config: Config,
+    arrangement: Arrangement,
+    uses: Uses,
+    *,
+    usual: Before,
+    without_gradient: Collection[str],
+) -> Rhythm:
     """Returns what happens between the run's steps; what goes by the clock is not foreseen."""
     rhythm = Rhythm(
         validation=config.train.eval_every,
@@ -218,7 +264,9 @@ def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Befo
     )
 
     def handed_bytes(before: Before) -> int:
-        names = _handed_over(config, arrangement, uses, before=before)
+        names = _handed_over(
+            config, arrangement, uses, before=before, without_gradient=without_gradient
+        )
         return handed_over_bytes(arrangement.layout, names)
 
     kinds = rhythm.kinds
@@ -227,7 +275,12 @@ def _rhythm(config: Config, arrangement: Arrangement, uses: Uses, *, usual: Befo
 
 
 def _handed_over(
-    config: Config, arrangement: Arrangement, uses: Uses, *, before: Before
+    config: Config,
+    arrangement: Arrangement,
+    uses: Uses,
+    *,
+    before: Before,
+    without_gradient: Collection[str],
 ) -> frozenset[str]:
     """Returns the subgroups that go from their update into a slot, in a step after `before`."""
     policy, host, layout = config.policy, arrangement.host, arrangement.layout
@@ -235,11 +288,13 @@ def _handed_over(
         return frozenset()
     if before == "validation":  # its forward takes them
         return frozenset()
+    updated = {record.name for record in updated_records(layout, without_gradient)}
+    under_forward = records_under_forward(layout, policy.order, policy.overlap, host.num_cached)
     return handed_over(
         layout,
         # Where the device has memory of its own they come through the slots in the host's.
         min(_num_slots(config, arrangement), host.num_slots),
-        records=records_under_forward(layout, policy.order, policy.overlap, host.num_cached),
+        records=under_forward & updated,
         uses=uses,
         tiled=arrangement.discovered.wide_names,
         is_finished_at_once=before == "commit",

@@ -71,12 +71,7 @@ def plan_and_predict(
         return replace(plan, warnings=(*plan.warnings, missing))
     measure = Measurement(config, plan, existing_directories(config, stores), profile, on_measure)
     measure.take()
-    file = machine_file or default_file()
-    if file is not None and file.exists() and measure.found != MachineProfile():
-        try:
-            add_to_profile(file, measure.found)
-        except ConfigError as error:  # a run needs what was measured, not the file
-            measure.warnings.append(f"what was measured is not kept for the next plan: {error}")
+    _keep(measure, machine_file or default_file())
     compared = _Compared(plan_of, measure, own=plan)
     alternatives: tuple[Alternative, ...] = ()
     adoption: Adoption | None = None
@@ -101,6 +96,16 @@ def plan_and_predict(
         alternatives=alternatives,
         adoption=adoption,
     )
+
+
+def _keep(measure: Measurement, file: Path | None) -> None:
+    """Adds what was measured to a profile that exists, or says why that can't be."""
+    if file is None or not file.exists() or measure.found == MachineProfile():
+        return
+    try:
+        add_to_profile(file, measure.found)
+    except ConfigError as error:  # a run needs what was measured, not the file
+        measure.warnings.append(f"what was measured is not kept for the next plan: {error}")
 
 
 class _Compared:

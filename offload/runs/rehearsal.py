@@ -47,6 +47,13 @@ class _Forward:
     events: Sequence[_Event]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Backward:
+    events: Sequence[_Event]
+    without_gradient: Sequence[nn.Parameter]
+    """Trainable ones that the loss does not depend on."""
+
+
 class RehearsedModel:
     """The model of a run without values; each of its passes runs when it is first asked about.
 
@@ -91,9 +98,23 @@ class RehearsedModel:
         if self._forward is None or self._backward is None:
             return uses_by_modules(self.module, discovered)
         forward = _calls_in(self._forward.events, discovered)
-        backward = _calls_in(self._backward, discovered)
+        backward = _calls_in(self._backward.events, discovered)
         return Uses(
             forward=tuple(forward.uses), backward=tuple(backward.uses), ends=tuple(forward.ends)
+        )
+
+    def without_gradient(self, discovered: DiscoveredModel) -> frozenset[str]:
+        """Returns the names of trainable parameters that get no gradient; none if it needs values.
+
+        Args:
+            discovered: Its units, however it is cut.
+        """
+        found = {id(each) for each in self._backward.without_gradient} if self._backward else set()
+        return frozenset(
+            name
+            for unit in discovered.units
+            for name, parameter in unit.parameters.items()
+            if id(parameter) in found
         )
 
     def spilled_bytes(self, config: Config) -> int | None:
@@ -119,16 +140,18 @@ class RehearsedModel:
         return _Forward(loss=loss, events=self._watch.take())
 
     @cached_property
-    def _backward(self) -> Sequence[_Event] | None:
+    def _backward(self) -> _Backward | None:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         loss: Any = self.loss
+        found: Sequence[Tensor | None] = ()
         try:
             with _without_values(), self._watch.calls():
                 if trained:
-                    torch.autograd.grad(loss, trained, allow_unused=True)
+                    found = torch.autograd.grad(loss, trained, allow_unused=True)
         except Exception:  # noqa: BLE001 - whatever the user's code raises without values
             return None
-        return self._watch.take()
+        without = [p for p, gradient in zip(trained, found, strict=True) if gradient is None]
+        return _Backward(events=self._watch.take(), without_gradient=without)
 
 
 def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
@@ -196,7 +219,8 @@ class _Watch(TorchFunctionMode):
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """Notes a weight that autograd saved and asks for."""
-        parameter = self._parameter_of_memory.get(_memory_of(tensor))
+        is_strided = tensor.layout is torch.strided
+        parameter = self._parameter_of_memory.get(_memory_of(tensor)) if is_strided else None
         if parameter is not None:
             self._note(_Kind.SAVED, parameter)
         return tensor

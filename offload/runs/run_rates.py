@@ -10,8 +10,8 @@ from offload.memory import trim_heap
 from offload.optim.kernels import load_kernels
 from offload.plan.machine import Machine
 from offload.plan.run_plan import RunPlan
+from offload.plan.storage import BLOCK_BYTES
 from offload.runs.link_rates import link_rates
-from offload.runs.planned_storage import BLOCK_BYTES
 from offload.runs.probe import ProbeSize, probe_machine
 from offload.runs.run_directory import RunDirectory
 from offload.storage.engine import Engine

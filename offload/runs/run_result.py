@@ -105,9 +105,14 @@ def _state_beside_mean(config: Config, plan: RunPlan, steps: Sequence[StepMetric
     host = plan.host
     if host is None or config.optimizer_tier != "storage" or not steps:
         return 0
-    order, numbers = config.policy.order, [step.step for step in steps]
-    mean_bytes = cached_state_bytes(plan.layout, order, host.num_cached)
-    return mean_bytes - cached_state_bytes(plan.layout, order, host.num_cached, steps=numbers)
+    order, without = config.policy.order, plan.without_gradient
+    found, mean = (
+        cached_state_bytes(
+            plan.layout, order, host.num_cached, steps=numbers, without_gradient=without
+        )
+        for numbers in ([step.step for step in steps], (1, 2))
+    )
+    return mean - found
 
 
 def _upkeep(

@@ -71,7 +71,9 @@ class _Saved:
     def __init__(self, model: nn.Module, *, threshold_bytes: int) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
         own = [*model.parameters(), *model.buffers()]
-        self._stays = frozenset(tensor.untyped_storage()._cdata for tensor in own)
+        self._stays = frozenset(
+            each.untyped_storage()._cdata for each in own if each.layout is torch.strided
+        )
         self._threshold_bytes = threshold_bytes
         self._depth = 0
 
@@ -104,6 +106,8 @@ class _Saved:
             yield
 
     def _note(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         is_most_of_it = tensor.numel() * tensor.element_size() * SMALLEST_SHARE >= num_bytes

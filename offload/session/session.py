@@ -30,6 +30,7 @@ from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
 from offload.storage.manifest_files import require_checkpoint_name
 from offload.storage.store import BlockStore
+from offload.streaming.buffers import require_storable
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
 from offload.streaming.wrapped import WrappedModel
@@ -211,13 +212,16 @@ class Session:
             device_memory: The same of the device's.
 
         Raises:
-            ConfigError: A part is larger than what is left.
+            ConfigError: A part is larger than what is left, or a parameter or a buffer cannot be
+                kept as it is.
             PlanError: The model does not fit the budget; the message names the smallest.
             StoreError: The session has a model of that name, the models share parameters, or the
                 store holds another model.
         """
         self._require_open("wrap a model")
         require_plain(model)
+        if self._store is not None and self._store.durability == "commit":
+            require_storable(model)
         self._models.require_new(name or MAIN, model)
         if name:
             require_checkpoint_name(name)

@@ -115,7 +115,7 @@ class SessionStore:
             engine=self.engines,
             durability=tier.durability,
             describe=self._describe,
-            striping=resolve_striping(self._config.policy.striping),
+            striping=resolve_striping(self._config.policy.striping, num_paths=len(roots)),
             advise=self._advise,
         )
         if resume is False or (resume == "auto" and not has_commit(*roots)):

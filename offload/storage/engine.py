@@ -161,7 +161,6 @@ class Engine:
         self._state = _State.CLOSED
         self._in_flight = InFlight()
         self._registered: dict[int, BufferView] = {}  # by address; kept alive until the end
-        self._unsure: list[Transfer] = []  # interrupted while starting: never freed
 
     @property
     def name(self) -> str:
@@ -325,6 +324,7 @@ class Engine:
         transfer = Transfer(
             operation=operation, file=file, offset=offset, buffer=view, priority=priority
         )
+        ticket: Ticket | None = None
         try:
             with self._lock:
                 self._require_open("start a transfer")
@@ -339,8 +339,9 @@ class Engine:
             what = f"{operation.value} file `{file.path}` at offset {offset}"
             raise _system_error(what, "the transfer to start", error) from error
         except BaseException:
-            # A signal handler raised, perhaps after the backend had taken the transfer.
-            self._unsure.append(transfer)
+            if ticket is not None:  # interrupted: the transfer goes on
+                self._in_flight.add(ticket)
+                file.in_flight.add(ticket)
             raise
         return ticket
 

@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from offload.storage.threads import join
+
 _log = logging.getLogger("offload.storage")
 
 BEAT_S = 10.0
@@ -36,16 +38,15 @@ class Heartbeat:
         """Begins to touch the file."""
         if self._thread is None:
             self._ended.clear()
-            thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ended.set()
-            thread.join()
+            join(thread)
 
     def _run(self) -> None:
         is_warned = False

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,10 @@ from offload.storage.tickets import StoreTicket
 from offload.storage.versions import VersionTable
 
 _log = logging.getLogger("offload.storage")
+
+_OWN_REFERENCES = 4
+"""To a ticket that nobody has: of the set, of the list of it, of the loop over that, and of
+`sys.getrefcount`."""
 
 
 class RecordTransfers:
@@ -109,25 +114,30 @@ class RecordTransfers:
         num_bytes = len(data) if num_bytes is None else num_bytes
         self._check_memory(record, data, num_bytes)
         version = self._allocate(record, num_bytes)
-        if serial is not None:  # a write that is done over is no newer than it was
-            version.serial = serial
-        self._rates.note()
-        moves = list(moves_of(version, block_bytes=self._block_bytes, alignment=self._alignment))
         tickets: list[PathTicket] = []
+        is_begun = False
         try:
+            if serial is not None:  # a write that is done over is no newer than it was
+                version.serial = serial
+            self._rates.note()
+            moves = list(
+                moves_of(version, block_bytes=self._block_bytes, alignment=self._alignment)
+            )
             for move in moves:
                 part = data[move.start : move.start + move.num_bytes]
                 path = self._paths[move.path_index]
-                path.needs_sync = True
+                path.needs_sync = is_begun = True
                 tickets.append(
                     path.engine.write(path.data.file, move.offset, part, priority=priority)
                 )
                 self._rates.submitted(move.path_index, move.num_bytes, is_write=True)
             # The transfers run while this thread hashes.
             version.checksums = block_checksums(data[:num_bytes], self._block_bytes)
-        except Exception:  # after an interrupt a transfer may be on its way: the blocks stay taken
-            _drain(tickets)
-            self._versions.release(version)
+        except BaseException as error:
+            # After an interrupt a transfer may be on its way: then the blocks stay taken.
+            if isinstance(error, Exception) or not is_begun:
+                _drain(tickets)
+                self._versions.release(version)
             raise
 
         def settle(ticket: StoreTicket, error: OffloadError | None) -> None:
@@ -172,9 +182,9 @@ class RecordTransfers:
     ) -> StoreTicket:
         data = memoryview(into).cast("B")
         version = self._versions.hold(record, checkpoint=checkpoint)
-        self._rates.note()
         tickets: list[PathTicket] = []
         try:
+            self._rates.note()
             stop = version.num_bytes if num_bytes is None else offset + num_bytes
             self._check_range(record, version, offset, stop)
             self._check_memory(record, data, stop - offset)
@@ -194,8 +204,9 @@ class RecordTransfers:
                     path.engine.read(path.data.file, move.offset, part, priority=priority)
                 )
                 self._rates.submitted(move.path_index, move.num_bytes, is_write=False)
-        except Exception:  # as in `write`
-            _drain(tickets)
+        except BaseException as error:
+            if isinstance(error, Exception):  # else what is on its way has the memory, and no user
+                _drain(tickets)
             self._versions.release(version)
             raise
 
@@ -252,6 +263,7 @@ class RecordTransfers:
         is_write: bool,
         is_of_checkpoint: bool = False,
     ) -> None:
+        self._give_up_lost()
         num_bytes = sum(move.num_bytes for move in moves)
         with self._lock:
             self._in_flight.add(ticket)
@@ -263,6 +275,17 @@ class RecordTransfers:
             self._write_bytes += num_bytes if is_write else 0
             for move in moves:
                 self._bytes_by_path[move.path_index][is_write] += move.num_bytes
+
+    def _give_up_lost(self) -> None:
+        """Ends the tickets that nobody has any more, as after an interrupt.
+
+        Else they would keep their blocks, and the caller's memory, until the store is closed.
+        """
+        with self._lock:
+            in_flight = list(self._in_flight)
+        for ticket in in_flight:
+            if sys.getrefcount(ticket) <= _OWN_REFERENCES and ticket.done():
+                ticket.give_up()
 
     def _forget(self, ticket: StoreTicket) -> None:
         with self._lock:

@@ -19,8 +19,8 @@ class StoreTicket:
 
     Ownership: The caller's memory belongs to the store until `wait` has returned or raised an
         OffloadError; then no transfer touches it any more.
-    Concurrency: Any thread may wait, any number of times; each wait gives the same outcome. A
-        ticket that nobody waits for keeps its blocks until the store is closed.
+    Concurrency: Any thread may wait, any number of times; each wait gives the same outcome. What
+        a ticket that nobody has any more wrote is given up.
     """
 
     def __init__(
@@ -109,6 +109,13 @@ class StoreTicket:
             self._replacement.wait(left_s)
         elif self._error is not None:
             raise self._error
+
+    def give_up(self) -> None:
+        """Ends a ticket whose transfers are over and that nobody will wait for."""
+        with self._lock:
+            if not self._is_settled:
+                self._is_settled = True
+                self._settle(self, StorageError("nobody waits for it"))
 
     def _first_error(self) -> OffloadError | None:
         for move, ticket in zip(self._moves, self._tickets, strict=True):

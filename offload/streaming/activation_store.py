@@ -284,16 +284,15 @@ class ActivationStore:
         if self._spill is None:
             piece.is_away = True
             return
-        try:
-            piece.place, ticket = self._spill.write(slot.memory, num_bytes=piece.num_bytes)
-            yield ticket
-            ticket.wait()
-            piece.is_away = True
-        except StorageError as error:
-            self._give_up(error)
-        finally:
-            piece.slot = None
-            self._slots.release(slot)
+        piece.slot = None
+        with self._slots.releasing(slot):
+            try:
+                piece.place, ticket = self._spill.write(slot.memory, num_bytes=piece.num_bytes)
+                yield ticket
+                ticket.wait()
+                piece.is_away = True
+            except StorageError as error:
+                self._give_up(error)
 
     def _give_up(self, error: StorageError) -> None:
         if not self._has_failed:
@@ -359,20 +358,24 @@ class ActivationStore:
     def _return(
         self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor, *, is_needed: bool
     ) -> Iterator[_Waitable]:
-        try:
-            if self._spill is not None:
-                assert piece.place is not None
-                ticket = self._spill.read(piece.place, slot.memory, is_needed=is_needed)
-                yield ticket
-                ticket.wait()
-                self._spill.check(piece.place, slot.memory)
-            part = target[piece.start : piece.start + piece.num_bytes]
-            copy = piece.copy = self._device.copy_in(slot.memory[: piece.num_bytes], part)
-            yield copy
-            copy.synchronize()
-        finally:
-            if self._spill is not None:
-                self._slots.release(slot)
+        if self._spill is None:
+            yield from self._copy_back(piece, slot, target)
+            return
+        with self._slots.releasing(slot):
+            assert piece.place is not None
+            ticket = self._spill.read(piece.place, slot.memory, is_needed=is_needed)
+            yield ticket
+            ticket.wait()
+            self._spill.check(piece.place, slot.memory)
+            yield from self._copy_back(piece, slot, target)
+
+    def _copy_back(
+        self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor
+    ) -> Iterator[_Waitable]:
+        part = target[piece.start : piece.start + piece.num_bytes]
+        copy = piece.copy = self._device.copy_in(slot.memory[: piece.num_bytes], part)
+        yield copy
+        copy.synchronize()
 
     def _prefetch(self, *, before: int) -> None:
         """Begins to fetch what was put before: backward goes the other way."""

@@ -119,7 +119,7 @@ class Adoption:
         assert self._state.store is not None
         slot = slots.try_lease()
         assert slot is not None, "no unit is resident yet: every slot is free"
-        try:
+        with slots.releasing(slot):
             base = storage_over(slot.memory[: unit.num_bytes])
             base.zero_()  # gaps between parameters are stored as zero
             for binding in streamed.bindings:
@@ -130,8 +130,6 @@ class Adoption:
             StoredUnits(self._state.layout, self._state.store).write_from(
                 unit, slot.memory[: unit.num_bytes]
             )
-        finally:
-            slots.release(slot)
 
     def _write_by_subgroups(self, unit: Unit, slots: SlotPool[memoryview]) -> None:
         """Writes a unit of one parameter, which no slot holds."""
@@ -141,7 +139,7 @@ class Adoption:
         flat = values.contiguous().view(-1)
         slot = slots.try_lease()
         assert slot is not None, "no unit is resident yet: every slot is free"
-        try:
+        with slots.releasing(slot):
             for subgroup in self._state.layout.subgroups[shard.name]:
                 memory = slot.memory[: subgroup.padded_parameter_bytes]
                 base = storage_over(memory)
@@ -152,8 +150,6 @@ class Adoption:
                 self._state.store.write(
                     parameter_key(subgroup), memory, num_bytes=subgroup.parameter_bytes
                 ).wait()
-        finally:
-            slots.release(slot)
 
     def _read_shard(self, shard: FlatShard, flat: torch.Tensor) -> None:
         assert self._state.store is not None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import StoreError
+from offload.errors import ConfigError, StoreError
 from offload.layout.units import PARAMETER_ALIGNMENT
 from offload.memory import Arena, storage_over
 from offload.sizes import round_up
@@ -81,14 +81,34 @@ class ModelBuffers:
                 buffer.copy_(_view(base, fact, buffer))
 
     def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or name in module._non_persistent_buffers_set:
-                    continue
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield f"{path}.{name}" if path else name, buffer
+        return _persistent(self._model)
+
+
+def require_storable(model: nn.Module) -> None:
+    """Raises ConfigError where a persistent buffer has values that no commit could store."""
+    for name, buffer in _persistent(model):
+        if isinstance(buffer, nn.UninitializedBuffer):
+            found, remedy = "one without a shape yet", "run the model once before `wrap`"
+        elif buffer.is_nested or buffer.layout is not torch.strided:
+            found = "a nested one" if buffer.is_nested else f"the layout `{buffer.layout}`"
+            remedy = "register it with `persistent=False`, and make it anew where a run goes on"
+        else:
+            continue
+        raise ConfigError(
+            f"cannot store buffer `{name}` in commits: expected an array in memory, found {found}; "
+            f"{remedy}"
+        )
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

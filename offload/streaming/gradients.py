@@ -161,6 +161,17 @@ class Gradients:
                 self._accumulators[id(parameter)] = accumulator
                 self._prepare(parameter, accumulator)
 
+    def take_existing(self) -> None:
+        """Takes the gradients from before `wrap`; parameters are where they will be shown."""
+        for parameter in self._parameters.values():
+            accumulator, gradient = self._accumulators.get(id(parameter)), parameter.grad
+            if accumulator is None or gradient is None:
+                continue
+            if isinstance(gradient, StreamedGradient):  # of a session that is closed
+                gradient = gradient.accumulator.read()
+            parameter.grad = None
+            self._take(parameter, accumulator, gradient.detach())
+
     def accumulator_of(self, parameter: nn.Parameter) -> Accumulator | None:
         """Returns the gradient that the next update takes, or None if there is none.
 
@@ -228,9 +239,10 @@ class Gradients:
                     f"torch {torch.__version__} has no `grad_dtype`; upgrade torch or set "
                     '`train.gradient_dtype = "parameter"`'
                 )
+            before, parameter.grad = parameter.grad, None  # torch changes the dtype of none
             parameter.grad_dtype = dtype
-        if parameter.grad is not None:  # from before `wrap`
-            self._take(parameter, accumulator, parameter.grad.detach().to(dtype))
+            if before is not None:
+                parameter.grad = before.detach().to(dtype)
         handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             functools.partial(self._on_accumulated, accumulator)
         )
@@ -254,9 +266,8 @@ class Gradients:
                 f"cannot take the gradient of `{accumulator.name}`: expected shape "
                 f"{tuple(accumulator.shape)}, found {tuple(gradient.shape)}"
             )
-        accumulator.start(
-            gradient, start_copy=None if self._device.is_unified else self._start_copy
-        )
+        comes_down = not self._device.is_unified and gradient.device == accumulator.device
+        accumulator.start(gradient, start_copy=self._start_copy if comes_down else None)
         parameter.grad = StreamedGradient(accumulator)
 
     def _start_copy(self, gradient: torch.Tensor, into: torch.Tensor) -> Copy:

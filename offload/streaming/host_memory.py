@@ -120,10 +120,8 @@ class HostMemory:
                 f"cannot read the state: all {pool.num_slots} slots are held, by calls that run "
                 "now or tensors that point into them; drop those, or raise `tiers.host.memory`"
             )
-        try:
+        with pool.releasing(slot):
             yield slot.memory
-        finally:
-            pool.release(slot)
 
     def _pool(
         self, region: memoryview, slot_bytes: int, purpose: str

@@ -6,7 +6,10 @@ saved-tensor hooks. So the engine steps out of it for what it does itself, and l
 what is recorded refers to parameters, whose units then stay in their slots until it is gone.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +79,7 @@ class StreamedModel:
         self._hooks = SavedTensorHooks(residency) if isinstance(residency, Residency) else None
         self._unit_of: dict[int, int] = {}
         self._depth = 0
+        self._running: dict[str, int] = {}  # the thread that runs the model, while one does
 
     def open(self) -> None:
         """Swaps the classes of the modules that own parameters, of units and of the root."""
@@ -88,7 +92,8 @@ class StreamedModel:
             if module in needs or module in owners or module is self.model:
                 units = needs.get(module, owners.get(module, ()))
                 held = tuple(index for index in units if index not in self._discovered.wide)
-                attachment = _Attachment(self, units=held, is_unit=module in needs)
+                is_root = module is self.model
+                attachment = _Attachment(self, units=held, is_unit=module in needs, is_root=is_root)
                 attach(module, attachment, forward=self._forward_in_pieces(module))
             if module in owners:
                 parameters = StreamedParameters(module._parameters, self._on_access, pickled)
@@ -108,6 +113,28 @@ class StreamedModel:
         """Begins to fetch what the next training forward needs first."""
         self.residency.trace.end_step()
         self.residency.prefetch()
+
+    def run_alone(self, run: Callable[[], Any]) -> Any:
+        """Runs a call of the whole model, which no other thread may have begun.
+
+        Raises:
+            StoreError: One has: both would move each other's units.
+        """
+        if self._hooks is None or is_in_backward():
+            return run()
+        this, key = threading.get_ident(), "the thread that runs the model"
+        owner = self._running.setdefault(key, this)  # one step, between which no thread comes
+        if owner != this:
+            raise StoreError(
+                "cannot call a wrapped model in two threads at one time: expected no call of it, "
+                f"found one of thread {owner}; wait until that has ended, such as with a lock"
+            )
+        is_outermost = self._depth == 0
+        try:
+            return run()
+        finally:
+            if is_outermost:
+                self._running.clear()
 
     def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
         """Runs a module's call with `units` held and the saved-tensor hooks on top.
@@ -157,18 +184,19 @@ class StreamedModel:
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in `values` by the parameters' values.
 
-        Those of streamed ones are copies, which no budget covers.
+        Those of streamed ones are copies in host memory, which no budget covers: a device need not
+        hold them all.
         """
         for name, parameter in dict.items(module._parameters):
             if parameter is None or id(parameter) not in self._unit_of:
                 continue
-            self._on_access(id(parameter))
             if isinstance(self.residency, Residency):
-                values[prefix + name] = parameter.detach().clone()
-                unit = self.residency.units[self._unit_of[id(parameter)]]
-                if unit.is_wide:
-                    self.residency.evict(unit)
-            elif values[prefix + name] is not parameter:
+                index, residency = self._unit_of[id(parameter)], self.residency
+                with self._using():
+                    values[prefix + name] = residency.copy_of(index, parameter)
+                continue
+            self._on_access(id(parameter))
+            if values[prefix + name] is not parameter:
                 values[prefix + name] = parameter.detach()
 
     def _forward_in_pieces(self, module: nn.Module) -> Call | None:
@@ -185,19 +213,35 @@ class StreamedModel:
             if parameter is not None:
                 self._on_access(id(parameter))
 
+    def after_load(self, module: nn.Module) -> None:
+        """Gives the memory of wide parameters back, which values were copied into."""
+        residency = self.residency
+        if not isinstance(residency, Residency):
+            return
+        for index in self._discovered.wide.intersection(self._discovered.owners.get(module, ())):
+            if not residency.units[index].kept_names:
+                with self._using():
+                    residency.evict(residency.units[index])
+
     def _on_access(self, parameter_id: int) -> None:
         """Fetches a parameter that is used outside its module's call."""
         index = self._unit_of.get(parameter_id)
         if index is None or self.residency.units[index].num_holds > 0:
             return
+        with self._using():
+            if self._depth > 0 or is_in_backward():
+                self.residency.access(index, parameter_id)
+            else:
+                self.residency.look(index, parameter_id)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Uses parameters outside their module's call, if they may be."""
         self._require_values()
         try:
             self._require_usable()
             with outside_transforms():
-                if self._depth > 0 or is_in_backward():
-                    self.residency.access(index, parameter_id)
-                else:
-                    self.residency.look(index, parameter_id)
+                yield
         except BaseException as error:
             self._on_error(error)
             raise
@@ -206,18 +250,25 @@ class StreamedModel:
 class _Attachment:
     """What one swapped module needs; see `offload.streaming.swap.Attachment`."""
 
-    __slots__ = ("_model", "is_unit", "units")
+    __slots__ = ("_is_root", "_model", "is_unit", "units")
 
-    def __init__(self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool) -> None:
+    def __init__(
+        self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool, is_root: bool
+    ) -> None:
         self._model = model
+        self._is_root = is_root
         self.units = units
         self.is_unit = is_unit
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._model.run(call, self.units, self.is_unit, args, kwargs)
+        run = functools.partial(self._model.run, call, self.units, self.is_unit, args, kwargs)
+        return self._model.run_alone(run) if self._is_root else run()
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         self._model.fill_state_dict(module, values, prefix)
 
     def before_load(self, module: nn.Module) -> None:
         self._model.before_load(module)
+
+    def after_load(self, module: nn.Module) -> None:
+        self._model.after_load(module)

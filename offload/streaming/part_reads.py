@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.devices import Device
+from offload.errors import BudgetError
 from offload.memory import Arena, storage_over
 from offload.sizes import format_size
 from offload.streaming.parameter_tier import ParameterTier
@@ -34,6 +36,7 @@ class PartReads:
     def __init__(
         self,
         tier: ParameterTier,
+        device: Device,
         *,
         slots: UnitSlots,
         take_slot: Callable[[StreamedUnit, int], torch.Tensor],
@@ -43,11 +46,13 @@ class PartReads:
 
         Args:
             tier: Where the units are.
+            device: Where they are used.
             slots: Gives those that are free.
             take_slot: Gives bytes for a unit, evicting others; raises BudgetError.
             wait: Waits for transfers, and counts it for a cause.
         """
         self._tier = tier
+        self._device = device
         self._slots = slots
         self._take_slot = take_slot
         self._wait = wait
@@ -89,15 +94,47 @@ class PartReads:
         wait_quietly(read.transfers)
 
     def read_whole(self, unit: StreamedUnit) -> torch.Tensor:
-        """Returns all bytes of a unit, in memory of their own, which no budget covers."""
+        """Returns all bytes of a unit where it is used, in memory which no budget covers.
+
+        Raises:
+            BudgetError: The device has not so much memory.
+        """
         logger.warning(
             "`%s` is read as a whole because it is looked at outside a pass: %s beside the budget",
             unit.name,
             format_size(unit.layout.num_bytes),
         )
-        arena = Arena(unit.layout.num_bytes)
-        arena.open()
-        base = storage_over(arena.whole())
-        for part in unit.subgroups:
-            base[part.start : part.stop].copy_(self.finish(self.start(unit, part)))
+        base = self._take_beside(unit)
+        for number, part in enumerate(unit.subgroups):
+            if number:  # or it could not be copied to
+                self._device.note_uses([base])
+            memory = base[part.start : part.stop]
+            transfers = self._tier.start_read(unit.layout, memory, is_prefetch=False, part=part)
+            self.finish(PartRead(unit=unit, part=part, memory=memory, transfers=transfers))
         return base
+
+    def copy_whole(self, unit: StreamedUnit, into: torch.Tensor) -> None:
+        """Copies the bytes of a unit into host memory, through slots: the device has no more.
+
+        Shapes: `into` is uint8, of the unit's bytes without what pads them.
+        """
+        self._tier.wait_readable(unit.layout)
+        for part in unit.subgroups:
+            memory, own = self.finish(self.start(unit, part)), into[part.start : part.stop]
+            self._device.copy_out(memory[: len(own)], own).synchronize()
+
+    def _take_beside(self, unit: StreamedUnit) -> torch.Tensor:
+        num_bytes = unit.layout.num_bytes
+        if self._device.is_unified:
+            arena = Arena(num_bytes)
+            arena.open()
+            return storage_over(arena.whole())
+        try:
+            return self._device.empty(num_bytes)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"cannot look at `{unit.name}` outside a pass: expected {format_size(num_bytes)} "
+                f"on device `{self._device.torch_device}` beside the budget for the whole weight, "
+                "which no slot holds, found less; lower `tiers.device.memory`, read it by "
+                "`model.state_dict()`, or change it before `wrap`"
+            ) from error

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout
 from offload.plan.device import DevicePlan, plan_device
-from offload.plan.host import UNBOUNDED_BYTES, HostPlan, plan_host
+from offload.plan.host import UNBOUNDED_BYTES, HostPlan
+from offload.plan.host_cut import plan_host
 from offload.streaming.wrap_options import WrapOptions
 
 

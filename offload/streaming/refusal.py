@@ -64,3 +64,6 @@ class _Refusing:
     def before_load(self, module: nn.Module) -> None:
         del module
         self._require_usable()
+
+    def after_load(self, module: nn.Module) -> None:
+        del module

@@ -6,7 +6,6 @@ drops the engine's own views; the slot comes back when the last alias of it is g
 
 import gc
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,8 +41,6 @@ from offload.streaming.unit import (
     wait_quietly,
 )
 from offload.streaming.unit_slots import UnitSlots
-
-logger = logging.getLogger("offload.streaming")
 
 
 class Residency:
@@ -85,7 +82,9 @@ class Residency:
         self._device = CpuDevice() if device is None else device
         self._watch = make_watch(len(units), self._device)
         self._tier = tier
-        self.parts = PartReads(tier, slots=self._slots, take_slot=self._take_slot, wait=self._wait)
+        self.parts = PartReads(
+            tier, self._device, slots=self._slots, take_slot=self._take_slot, wait=self._wait
+        )
         self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
         # By the address of its slot: which unit a tensor seen by autograd belongs to.
@@ -291,6 +290,17 @@ class Residency:
         unit.was_looked_at = True
         unit.note_look(parameter_id)
 
+    def copy_of(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns a parameter's values in host memory of their own, which no budget covers."""
+        unit, values = self.units[index], torch.empty(parameter.shape, dtype=parameter.dtype)
+        if unit.is_wide and unit.state is CopyState.ABSENT:  # the device may not hold it
+            with filling_slots():
+                self.parts.copy_whole(unit, values.view(-1).view(torch.uint8))
+        else:
+            self.look(index, id(parameter))
+            self._device.copy_out(parameter.detach(), values).synchronize()
+        return values
+
     def prefetch(self) -> None:
         """Starts fetching what the trace predicts next, as far as slots allow.
 
@@ -402,7 +412,7 @@ class Residency:
             return
         with filling_slots():
             if unit.is_wide:
-                self._tier.write_from(unit.layout, memory_of(unit.base))
+                self._tier.write_from(unit.layout, memory_of(unit.base.cpu()))
             else:
                 self._tier.write(unit.layout, unit.base)
         self._on_edit(edits)  # first: what was seen is not found again after an interrupt

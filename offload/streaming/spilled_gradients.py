@@ -202,7 +202,7 @@ class SpilledGradients:
                 memory = slot.memory[shard.pieces[name]]
                 reads.append((place, SpilledRead(self.spill, place, memory, is_needed=True)))
             self._wait(reads, "bringing spilled gradients back")
-        except BaseException:
+        except Exception:  # after an interrupt a read may be on its way: it has the slot
             with contextlib.suppress(OffloadError):  # the first error is on its way
                 self._wait(reads, "bringing spilled gradients back")
             self._slots.release(slot)

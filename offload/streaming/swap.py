@@ -40,6 +40,7 @@ class Attachment(Protocol):
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None: ...
     def before_load(self, module: nn.Module) -> None: ...
+    def after_load(self, module: nn.Module) -> None: ...
 
 
 class OuterAttachment(Attachment, Protocol):
@@ -84,6 +85,8 @@ class Streamed:
         if attachment is not None:
             attachment.before_load(self)
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        if attachment is not None:
+            attachment.after_load(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

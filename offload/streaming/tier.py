@@ -356,7 +356,7 @@ class StagedUnits:
         memory = slot.memory[: len(into)]
         try:
             reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch, part=part)
-        except BaseException:
+        except Exception:  # after an interrupt a read may be on its way
             self._staging.release(slot)
             raise
         copy = self._executor.submit(self._copy_when_read, reads, memory, into)
@@ -366,13 +366,11 @@ class StagedUnits:
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit through a staging slot and waits."""
         slot = self._take_slot()
-        try:
+        with self._staging.releasing(slot):
             memory = slot.memory[: unit.num_bytes]
             into = torch.frombuffer(memory, dtype=torch.uint8)
             self._device.copy_out(source, into).synchronize()
             self._stored.write_from(unit, memory)
-        finally:
-            self._staging.release(slot)
 
     def write_from(self, unit: Unit, source: memoryview) -> None:
         """Writes the whole unit from host memory and waits."""

@@ -119,8 +119,12 @@ def will_run_in_backward(node: Node) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether `tensor` has memory: no wrapper of a transform, nor a tangent of zeros."""
-    return not (_is_wrapped(tensor) or tensor._is_zerotensor())
+    """Returns whether `tensor` has one memory that it is laid over, as a sparse one has not.
+
+    Nor has a wrapper of a transform, or a tangent of zeros.
+    """
+    is_strided = tensor.layout is torch.strided
+    return is_strided and not (_is_wrapped(tensor) or tensor._is_zerotensor())
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:

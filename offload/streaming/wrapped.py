@@ -165,6 +165,8 @@ class WrappedModel:
                 stalls=self._updates.stalls,
             )
             self.counters.offloaded = self._activations
+        if self._memory.gradients is not None:
+            self._memory.gradients.take_existing()
         self._edits.see()
         self._attachment.note_parameters()
 

@@ -31,10 +31,21 @@ class OverlapConformance:
 
     @pytest.mark.parametrize("capacity", [0, 1, 9])
     def test_what_is_read_ahead_fits_and_is_not_in_memory(self, overlap, capacity):
-        ahead = overlap.prefetched([4, 3, 0, 1], cached={3, 0}, capacity=capacity)
+        ahead = overlap.prefetched([4, 3, 0, 1], cached={3, 0}, capacity=capacity, num_places=9)
 
         assert len(ahead) <= capacity
         assert set(ahead) <= {4, 1}
+
+    @pytest.mark.parametrize(
+        ("sequence", "num_places", "most"),
+        [([4, 1, 3, 0], 2, 2), ([4, 3, 1, 0], 2, 1), ([3, 4, 1, 0], 1, 0), ([3, 4, 1, 0], 9, 2)],
+    )
+    def test_what_is_read_ahead_leaves_a_place_for_what_comes_before_it(
+        self, overlap, sequence, num_places, most
+    ):
+        ahead = overlap.prefetched(sequence, cached={3, 0}, capacity=2, num_places=num_places)
+
+        assert len(ahead) <= most
 
 
 class TestForward(OverlapConformance):

@@ -63,6 +63,37 @@ def test_training_is_exact_and_every_access_is_ordered(tmp_path, cuda, parameter
     assert cuda.launched > 0
 
 
+@pytest.mark.parametrize("parameters, slots", [PLACES[0], PLACES[2], PLACES[4]])
+def test_gradients_from_before_wrapping_count(tmp_path, cuda, parameters, slots):
+    plain, wrapped = build(SmallGPT), build(SmallGPT)
+    for model in (plain, wrapped):
+        loss_of(model, 0).backward()
+
+    with _session(tmp_path, parameters, slots=slots) as session:
+        session.wrap(wrapped)
+        for model in (plain, wrapped):
+            loss_of(model, 1).backward()
+
+        for (name, p), q in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
+            assert same_bits(p.grad, q.grad.clone()), name
+    assert cuda.races == []
+
+
+@pytest.mark.parametrize("parameters, slots", PLACES[1:5])
+def test_a_state_dict_comes_down_to_host_memory(tmp_path, cuda, parameters, slots):
+    with _session(tmp_path, parameters, slots=slots) as session:
+        model, _, reference = _train(session, steps=1)
+        before = session._device.copied_out_bytes
+
+        values = model.state_dict()
+
+        expected = reference.model.state_dict()
+        assert all(same_bits(values[name], expected[name]) for name in expected)
+        num_bytes = sum(value.nbytes for value in expected.values())
+        assert session._device.copied_out_bytes - before == num_bytes
+    assert cuda.races == []
+
+
 @pytest.mark.parametrize("offload", ["host", "storage"])
 @pytest.mark.parametrize("parameters", ["device", "storage"])
 def test_activations_that_move_are_ordered(tmp_path, cuda, parameters, offload):
@@ -176,6 +207,27 @@ def test_the_runtime_finds_what_is_not_ordered(monkeypatch, order):
         _copies(device)
 
     assert bool(cuda.races) == (order is not None)
+    device.close()
+
+
+def test_a_slot_is_filled_after_its_use_in_a_stream_that_nobody_has_waited_for(monkeypatch):
+    cuda = cuda_without_gpu.pretend(monkeypatch, tells=False)
+    device, side = make_device("cuda"), cuda.Stream(None)
+    device.open()
+    arena = Arena(4096)
+    arena.open()
+    region = device.allocate(4096)
+
+    with cuda.watching():
+        slot = device.tensor_over(region)
+        copy = device.copy_in(arena.whole(), slot)
+        with cuda.stream(side):
+            copy.wait()
+            slot + 1
+        del slot  # by a thread that computes in another stream
+        device.copy_in(arena.whole(), device.tensor_over(region)).wait()
+
+    assert cuda.races == []
     device.close()
 
 

@@ -21,8 +21,10 @@ A, B, C, D = range(4)
 class Steps:
     """Steps of a model whose forward is expected to use units in the order `upcoming`."""
 
-    def __init__(self, *, num_buffers=1, num_cached=0):
-        self.harness = Harness(num_buffers=num_buffers, num_cached=num_cached)
+    def __init__(self, *, num_buffers=1, num_cached=0, num_places=None):
+        self.harness = Harness(
+            num_buffers=num_buffers, num_cached=num_cached, num_places=num_places
+        )
         self.deferred = DeferredUpdates(resolve_overlap("forward"), StallAccount())
         self.deferred.use(self.harness.layout, self.harness.pipeline)
         self.step = 0
@@ -124,15 +126,16 @@ def test_the_first_records_of_the_next_step_are_read_as_far_as_there_are_buffers
     steps.deferred.close()
 
 
-def test_what_is_in_memory_is_not_read_ahead():
-    steps = Steps(num_buffers=2, num_cached=1)
+@pytest.mark.parametrize(("num_places", "ahead"), [(2, ["r a"]), (3, ["r a", "r d"])])
+def test_what_is_in_memory_is_not_read_ahead_and_has_a_place_left(num_places, ahead):
+    steps = Steps(num_buffers=2, num_cached=1, num_places=num_places)
     for _ in range(2):
         steps.run(upcoming=(C, A, D, B), kept="c")
     steps.harness.store.events.clear()
 
     steps.deferred.prefetch()
 
-    assert steps.events() == ["r a", "r d"]
+    assert steps.events() == ahead
     steps.harness.pipeline.drop_prefetched()
     steps.deferred.close()
 

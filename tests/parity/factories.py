@@ -126,6 +126,22 @@ class SharedInLayers(Untied):
         self.layers[3].up.weight = self.layers[0].up.weight
 
 
+class OverGraph(Untied):
+    """A layer mixes what lies at the ends of edges, which are sparse."""
+
+    def __init__(self, width, depth):
+        super().__init__(width, depth)
+        places = torch.arange(width).repeat(2, 1)
+        edges = torch.sparse_coo_tensor(
+            places, torch.ones(width), (width, width), check_invariants=False
+        )
+        self.register_buffer("edges", edges, persistent=False)
+
+    def hidden(self, inputs):
+        hidden = super().hidden(inputs)
+        return torch.sparse.mm(self.edges, hidden.flatten(0, -2).t()).t().view_as(hidden)
+
+
 class TiedByFunctions(nn.Module):
     """No module's call has the table, which is used at both ends."""
 

@@ -7,6 +7,7 @@ from parity.oracle import Reference, same_bits
 from parity.sessions import open_session
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import offload
 from offload.runs.activations import ActivationMeter
@@ -73,6 +74,38 @@ def test_checkpoints_of_the_user_s_own_go_together_with_both(tmp_path, checkpoin
                     assert same_bits(parameter.grad.clone(), expected.grad), (options, name)
 
 
+class Remembering(nn.Module):
+    """Blocks whose calls change buffers that they, or later steps, compute with."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Tanh())
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("offload", ["none", "storage"])
+def test_what_is_computed_again_changes_no_buffer_twice(tmp_path, offload):
+    def loss_of(model, index):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+        return model(x).square().mean()
+
+    reference = Reference(build(Remembering, dtype=None), **OPTIONS)
+    with _session(tmp_path, checkpoint="unit", offload=offload) as session:
+        model = session.wrap(build(Remembering, dtype=None))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=loss_of)
+
+        require_equal_state(session, model, reference)
+
+
 def _value(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
@@ -108,6 +141,47 @@ def test_a_storage_that_is_saved_twice_is_moved_once(tmp_path, offload):
         plain = Body(body)
         plain(x).sum().backward()
         assert same_bits(model.weight.grad.clone(), plain.weight.grad)
+
+
+def _of_cells(cell):
+    def body(h):
+        state = cell(h)
+        return cell(h * 2, state)[0] if isinstance(state, tuple) else cell(h * 2, state)
+
+    model = Body(body)
+    model.cell = cell
+    return model
+
+
+def _gates_changed_one_by_one(h):
+    """As a recurrent cell's: parts of one memory, each with a version counter of its own."""
+    parts = [part.exp_() for part in torch.unsafe_chunk(h * 1, 2, dim=1)]
+    return torch.cat([parts[0] * parts[1], parts[1]], dim=1)
+
+
+@pytest.mark.parametrize("offload", ["host", "storage"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _of_cells(nn.GRUCell(64, 64)),
+        lambda: _of_cells(nn.LSTMCell(64, 64)),
+        lambda: Body(_gates_changed_one_by_one),
+    ],
+    ids=["gru", "lstm", "parts"],
+)
+def test_tensors_over_one_memory_that_change_one_by_one_are_moved_one_by_one(
+    tmp_path, offload, make
+):
+    model, plain = build(make, dtype=None), build(make, dtype=None)
+    with _session(tmp_path, offload=offload) as session:
+        session.wrap(model)
+        x = _value(16, 64)
+
+        model(x).square().mean().backward()
+
+        plain(x).square().mean().backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(found.grad.clone(), expected.grad)
 
 
 @pytest.mark.parametrize("offload", ["host", "storage"])

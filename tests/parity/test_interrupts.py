@@ -90,13 +90,14 @@ def test_a_record_whose_reading_ahead_did_not_begin_is_read_by_its_update(
 def test_a_window_without_places_is_an_error_and_no_endless_wait(tmp_path):
     with trained(tmp_path, overlap="none") as (session, model, optimizer, _):
         window = session._wrapped._memory.window
-        window.num_places_taken = window.num_places
+        taken = [window._take_place() for _ in range(window.num_places)]
         loss_of(model, 9).backward()
 
         with pytest.raises(offload.BudgetError, match="places taken and nothing in flight"):
             optimizer.step()
         with pytest.raises(offload.StoreError, match="between two steps"):
             session.commit()
+        assert len(taken) == window.num_places_taken
 
 
 @pytest.mark.parametrize("after", [1, 3])

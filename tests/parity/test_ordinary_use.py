@@ -1,6 +1,7 @@
 """What users do around a training loop has its plain effect, or is refused with what to do."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -67,6 +68,44 @@ def test_a_resume_goes_on_with_the_buffers_of_the_commit(tmp_path, placement):
         assert train(session, model, optimizer, range(3, 6)) == expected
 
 
+class CalledAgain(Nested):
+    """Another thread calls the model in the middle of a forward."""
+
+    other = None
+
+    def forward(self, x):
+        if self.other is not None:
+            thread = threading.Thread(target=self.other)
+            self.other = None
+            thread.start()
+            thread.join()
+        return super().forward(x)
+
+
+def test_a_call_in_a_second_thread_is_refused_and_the_first_goes_on(tmp_path):
+    x, errors = torch.ones(4, 32), []
+    expected = make_nested()(x)
+
+    with open_session(tmp_path) as session:
+        torch.manual_seed(0)
+        model = session.wrap(CalledAgain())
+
+        def call():
+            try:
+                model(x)
+            except offload.StoreError as error:
+                errors.append(str(error))
+
+        model.other = call
+        found = model(x)
+        again = threading.Thread(target=call)  # after the first has ended
+        again.start()
+        again.join()
+
+    assert same_bits(found, expected)
+    assert [error[:37] for error in errors] == ["cannot call a wrapped model in two th"]
+
+
 @pytest.mark.unified
 def test_the_smallest_budget_covers_units_that_enclosing_calls_hold(tmp_path):
     with open_session(tmp_path) as session:
@@ -81,12 +120,19 @@ def test_the_smallest_budget_covers_units_that_enclosing_calls_hold(tmp_path):
         assert session.stats().host_peak_bytes <= smallest
 
 
-def test_gradients_from_before_wrapping_count(tmp_path):
+@pytest.mark.parametrize("gradient_dtype", ["parameter", "float32"])
+def test_gradients_from_before_wrapping_count(tmp_path, gradient_dtype):
     plain, wrapped = build(SmallGPT), build(SmallGPT)
     for model in (plain, wrapped):
         loss_of(model, 0).backward()
+    if gradient_dtype == "float32":
+        for parameter in plain.parameters():
+            before, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = before.float()
 
-    with open_session(tmp_path) as session:
+    config = {"train": {"gradient_dtype": gradient_dtype}}
+    with open_session(tmp_path, config=config) as session:
         session.wrap(wrapped)
         for model in (plain, wrapped):
             loss_of(model, 1).backward()

@@ -71,6 +71,10 @@ def open_wide(tmp_path, *, overlap="none", num_weights=2, **options):
     return open_session(tmp_path, order=order, overlap=overlap, **{**budget, **options})
 
 
+def units_of(session):
+    return session._wrapped.residency.units
+
+
 def in_order(session):
     """On a device of its own memory: no tile is read before its copy has come."""
     return contextlib.nullcontext() if sessions.DEVICE == "cpu" else session._device.checking()
@@ -275,29 +279,89 @@ def test_state_dict_load_copies_and_edits_bring_the_whole_weight(tmp_path):
 
 
 @pytest.mark.unified
-def test_a_look_from_another_device_leaves_the_weight_its_gradient(tmp_path, monkeypatch):
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+def test_a_look_on_another_device_is_there_and_leaves_the_weight_its_gradient(
+    tmp_path, monkeypatch, parameters
+):
     cuda = cuda_without_gpu.pretend(monkeypatch, tells=True)
     model, reference = build(), build()
     options = {"device": "cuda", "budget_bytes": 8 << 20, "device_memory": 200 * KIB}
-    with cuda.watching(), open_wide(tmp_path, **options) as session:
+    placement = {"placement": (parameters, "storage")}
+    with cuda.watching(), open_wide(tmp_path, **placement, **options) as session:
         session.wrap(model)
         losses = [loss_of(each, 0) for each in (model, reference)]
-        model.state_dict()  # in host memory: no device memory holds a whole one
+        for name in "tokens", "head":
+            weight = getattr(model, name).weight
+            assert cuda.has(weight)  # or backward would compute with memory of two devices
+            assert same_bits(weight, getattr(reference, name).weight)
+        del weight
         losses += [loss_of(each, 1) for each in (model, reference)]
         for loss in losses:
             loss.backward()
-
         require_near_gradients(model, reference)
+        with torch.no_grad():
+            model.head.weight[7].fill_(0.5)
+            reference.head.weight[7].fill_(0.5)
+
+        require_near(model, reference)
     assert cuda.races == []
 
 
 @pytest.mark.unified
-def test_a_whole_weight_in_host_memory_is_not_summed_by_the_device(tmp_path, monkeypatch):
+@pytest.mark.parametrize("parameters", ["host", "storage"])
+def test_a_state_dict_takes_no_more_of_a_device_than_its_slots(tmp_path, monkeypatch, parameters):
+    cuda = cuda_without_gpu.pretend(monkeypatch, tells=True)
+    options = {"device": "cuda", "budget_bytes": 8 << 20, "device_memory": 200 * KIB}
+    placement = {"placement": (parameters, "storage")}
+    with cuda.watching(), open_wide(tmp_path, **placement, **options) as session:
+        model = session.wrap(build())
+        device = session._device
+        monkeypatch.setattr(device, "empty", None)
+
+        values, num_bytes = model.state_dict(), device.copied_out_bytes
+
+        expected = build().state_dict()
+        assert all(same_bits(values[name], expected[name]) for name in expected)
+        assert not any(map(cuda.has, values.values()))
+        assert num_bytes == sum(value.nbytes for value in expected.values())
+    assert cuda.races == []
+
+
+def test_loading_values_leaves_no_whole_weight_in_memory(tmp_path):
+    values = {name: each + 1.0 for name, each in build().state_dict().items()}
+    with open_wide(tmp_path) as session:
+        model = session.wrap(build())
+
+        model.load_state_dict(values)
+
+        assert not any(unit.is_wide and unit.base is not None for unit in units_of(session))
+        assert all(same_bits(each, values[name]) for name, each in model.state_dict().items())
+
+
+@pytest.mark.unified
+def test_a_look_for_which_a_device_has_no_memory_says_what_to_do(tmp_path, monkeypatch):
+    with open_wide(tmp_path, device="emulated") as session:
+        model = session.wrap(build())
+
+        def refuse(num_bytes):
+            raise torch.OutOfMemoryError(f"tried to allocate {num_bytes} bytes")
+
+        monkeypatch.setattr(session._device, "empty", refuse)
+        for _ in range(2):
+            with pytest.raises(offload.BudgetError, match=r"at `head\.weight`.*`model\.state_dict"):
+                _ = model.head.weight
+
+        assert same_bits(model.state_dict()["head.weight"], build().head.weight)
+
+
+@pytest.mark.unified
+def test_a_whole_weight_on_a_device_is_hashed_and_not_summed(tmp_path, monkeypatch):
     summed = []
     monkeypatch.setattr(edit_watch, "_sum_into", lambda base, _: summed.append(len(base)))
     with open_wide(tmp_path, device="emulated") as session:
         model = session.wrap(build())
-        model.state_dict()
+        for module in (model.head, *model.blocks):
+            assert module.weight is not None
         slot_bytes = session._wrapped.residency.slot_bytes
 
     assert 0 < max(summed) <= slot_bytes

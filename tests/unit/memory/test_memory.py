@@ -1,11 +1,14 @@
 """Arenas, pools, budgets and storages over slots."""
 
+import functools
 import gc
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted_at
 
 from offload.errors import BudgetError
 from offload.memory import Arena, Budget, SlotPool, storage_over, view_as
@@ -77,14 +80,17 @@ def test_pool_has_no_slot_left_after_the_last_lease() -> None:
     assert pool.try_lease() is None
     assert budget.leased_bytes == 8192
     pool.release(first)
-    assert pool.try_lease() is first
+    again = pool.try_lease()
+    assert again is not None and again.index == first.index
 
 
 def test_slot_comes_back_only_when_the_last_alias_is_gone() -> None:
     pool, budget = make_pool(num_slots=1)
     slot = pool.try_lease()
     assert slot is not None
-    base = storage_over(slot.memory, on_death=lambda: pool.release(slot))
+    index = slot.index
+    base = storage_over(slot.memory, on_death=functools.partial(pool.release, slot))
+    del slot
     alias = view_as(base, offset_bytes=64, num_elements=8, dtype=torch.float32).view(2, 4).t()
 
     del base
@@ -95,7 +101,8 @@ def test_slot_comes_back_only_when_the_last_alias_is_gone() -> None:
     gc.collect()
 
     assert still_leased
-    assert pool.try_lease() is slot
+    again = pool.try_lease()
+    assert again is not None and again.index == index
     assert budget.peak_bytes == 4096
 
 
@@ -118,3 +125,70 @@ def test_arena_regions_are_page_aligned_and_disjoint() -> None:
 
     assert first.data_ptr() % 4096 == 0
     assert second.data_ptr() == first.data_ptr() + 4096
+
+
+def test_a_slot_that_was_lost_comes_back_with_its_bytes() -> None:
+    pool, budget = make_pool(num_slots=1)
+    slot = pool.try_lease()
+    assert slot is not None
+    in_flight = np.frombuffer(slot.memory[64:128], dtype=np.uint8)
+
+    del slot
+    held = pool.num_free, budget.leased_bytes
+    del in_flight
+
+    assert held == (0, 4096)
+    assert (pool.num_free, budget.leased_bytes) == (1, 0)
+    assert pool.try_lease() is not None
+
+
+def test_a_slot_that_was_released_is_not_taken_back_again() -> None:
+    pool, budget = make_pool(num_slots=1)
+    first = pool.try_lease()
+    assert first is not None
+    pool.release(first)
+    second = pool.try_lease()
+
+    pool.release(first)
+    del first
+
+    assert second is not None
+    assert (pool.num_free, budget.leased_bytes) == (0, 4096)
+
+
+def test_slots_of_a_pool_that_is_gone_are_leased_no_more() -> None:
+    pool, budget = make_pool(num_slots=2)
+    slot = pool.try_lease()
+
+    del pool
+
+    assert slot is not None
+    assert budget.leased_bytes == 0
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["of a model", "of its own"])
+def test_an_interrupt_at_any_line_of_a_lease_leaves_the_slot_free_or_leased(within: bool) -> None:
+    whole = Budget(8192, tier="host")
+    budget = Budget(8192, tier="host", within=whole) if within else whole
+    region = memoryview(bytearray(8192))
+    pool = SlotPool(region, slot_bytes=4096, budget=budget, purpose="slots")
+
+    def lease_and_release() -> None:
+        slot = pool.try_lease()
+        assert slot is not None
+        pool.release(slot)
+
+    for line in itertools.count(1):
+        was_interrupted = interrupted_at(line, lease_and_release)
+        assert pool.num_free == 2, f"line {line}"
+        both = pool.try_lease(), pool.try_lease()
+        assert None not in both, f"line {line}"
+        assert whole.leased_bytes == 8192
+        for slot in both:
+            assert slot is not None
+            pool.release(slot)
+        assert budget.leased_bytes == whole.leased_bytes == 0
+        if not was_interrupted:
+            break
+
+    assert line > 20

@@ -8,7 +8,7 @@ from offload.config import build_config, open_policy_keys
 from offload.errors import ConfigError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.alternatives import Alternative, OpenChoices, fastest
-from offload.plan.host import plan_host
+from offload.plan.host_cut import plan_host
 from offload.plan.machine import Machine, PathRates
 from offload.plan.prediction import Choices, predict_step
 from offload.plan.traffic import ModelBytes, step_traffic

@@ -1,6 +1,6 @@
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.gradients import keep_gradients, spill_gradients, spilled_sizes
-from offload.plan.host import plan_host
+from offload.plan.host_cut import plan_host
 
 KIB = 1024
 

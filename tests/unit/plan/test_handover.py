@@ -58,3 +58,10 @@ def test_what_forward_does_not_use_or_no_slot_holds_is_not_handed_over(layout):
 
 def test_after_a_commit_only_what_the_first_slots_hold_is(layout):
     assert found(layout, 3, (D, C, B, A), is_finished_at_once=True) == "bcd"
+
+
+def test_a_unit_in_pieces_brings_its_record_when_it_is_used(layout):
+    # The record of `a` and `b` is updated for `b`, when the one slot is another's.
+    assert found(layout, 1, (B, C, A, D), tiled={"b"}) == "c"
+    assert found(layout, 2, (B, C, A, D), tiled={"b"}) == "c"
+    assert found(layout, 2, (B, A, C, D), tiled={"b"}) == "acd"

@@ -5,7 +5,7 @@ import pytest
 from offload.errors import PlanError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.explanation import explain
-from offload.plan.host import plan_host
+from offload.plan.host_cut import plan_host
 from offload.plan.prediction import Choices
 from offload.plan.run_plan import RunPlan
 from offload.plan.storage import StoragePath, StoragePlan, store_space, usable_bytes

@@ -168,6 +168,36 @@ def test_with_both_what_memory_keeps_is_updated_under_the_next_forward_in_its_or
     assert step_s("both", updates_in_backward=True) == pytest.approx(step_s("forward"), rel=0.02)
 
 
+class LastFirst:
+    """Reads in the order of `forward`, and then takes of what waits the last."""
+
+    def __init__(self):
+        self._forward = resolve_overlap("forward")
+        self.needed = set()
+        self.sequence, self.prefetched = self._forward.sequence, lambda *_, **__: []
+        self.name = "last-first"
+
+    def choose(self, waiting, needed):
+        self.needed |= set(needed)
+        return waiting[-1]
+
+
+def test_the_overlap_chooses_which_record_is_next():
+    backwards = LastFirst()
+    step_s = [
+        simulate(
+            work(forward_s=0.05),
+            SimulatedMachine(rates=machine(FULL)),
+            policy("resident", overlap=overlap),
+        ).step_s
+        for overlap in (resolve_overlap("forward"), backwards)
+    ]
+
+    assert backwards.needed >= {0}  # the pass begins with it
+    # The forward waits for what is updated last before it computes at all.
+    assert step_s[1] > step_s[0] + 4 * 0.05
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_gradients_that_leave_memory_are_written_in_each_backward_and_read_back(overlap):
     spilled = work("host", micro_steps=2)

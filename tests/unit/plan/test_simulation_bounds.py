@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.device import plan_device
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
-from offload.plan.host import plan_host
+from offload.plan.host_cut import plan_host
 from offload.plan.link import link_traffic
 from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.prediction import Choices, predict_step

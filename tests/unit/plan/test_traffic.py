@@ -115,3 +115,32 @@ def test_what_a_step_finds_in_memory_is_the_mean_of_two_steps(order, elements):
     assert (odd != even) == is_in_turns(order) == (order == "alternating")
     # An odd step begins with the first two, which the step before it came to last.
     assert odd == even or (odd, even) == (2 * 40960, 40960 + 5120)
+
+
+@pytest.mark.parametrize(
+    ("codec", "state", "read_by_update"),
+    [("split", 10, 2 * 3072), ("fp32", 12, 2 * 1024)],  # what a master does not say is read
+)
+def test_a_record_without_any_gradient_is_neither_read_nor_written(codec, state, read_by_update):
+    units = [
+        UnitFacts(
+            name=name,
+            parameters=tuple(
+                ParameterFacts(name=f"{name}{n}", shape=(512,), dtype="bfloat16") for n in (0, 1)
+            ),
+        )
+        for name in "abcd"
+    ]
+    layout = build_layout(units, codec=codec, record_elements=1024)
+    without = {"a0", "a1", "b1"}
+
+    found = ModelBytes.of(layout, without_gradient=without)
+
+    assert [record.num_bytes for record in layout.records] == [1024 * state] * 4
+    assert found.parameter_bytes == 4096 * 2
+    assert found.state_bytes == 3072 * state
+    assert found.trainable_parameter_bytes == 3072 * 2
+    assert found.update_parameter_bytes == read_by_update
+    kept = [cached_state_bytes(layout, "resident", n, without_gradient=without) for n in range(5)]
+    assert kept[0] == 0
+    assert kept[4] == 3072 * state

@@ -102,6 +102,32 @@ def test_a_file_as_storage_path_is_named(tmp_path):
     assert_refused(tmp_path, ConfigError, str(path), f'tiers.storage.paths=["{path}"]')
 
 
+def test_a_directory_named_twice_is_refused(tmp_path):
+    drive, link = tmp_path / "drive", tmp_path / "link"
+    drive.mkdir()
+    link.symlink_to(drive)
+    twice = f"tiers.storage.paths=['{drive}', '{link}']"
+
+    assert_refused(tmp_path, ConfigError, r"each directory once, found 2 .*leave one out", twice)
+    with pytest.raises(ConfigError, match="each directory once"):
+        plan_run(config(twice))
+
+
+@pytest.mark.parametrize("ratio", ["modulo:2:1", "modulo:3:2:1"])
+def test_a_ratio_for_other_paths_than_there_are_is_refused(tmp_path, ratio):
+    found = f"is 1, found {ratio.count(':')}; change `policy.striping`"
+
+    assert_refused(tmp_path, ConfigError, found, f"policy.striping={ratio}")
+    with pytest.raises(ConfigError, match=found):
+        plan_run(config(f"policy.striping={ratio}"))
+    session = offload.Session(
+        host_memory="16MiB", store=tmp_path / "store", policy={"striping": ratio}
+    )
+    with pytest.raises(ConfigError, match=found), session:
+        pass
+    plan_run(config(f"policy.striping={ratio}", "offload=false"))  # where it has no effect
+
+
 def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     # Root may write anywhere: what the system would answer others is given here.
     monkeypatch.setattr("offload.runs.planned_storage.os.access", lambda *_: False)

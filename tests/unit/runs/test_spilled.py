@@ -10,12 +10,13 @@ from offload.runs.planning import plan_run
 from offload.runs.spilled import spilled_bytes
 
 MODEL = {"layers": 3, "width": 128, "heads": 2, "context": 64}
+HOST = {"host": {"memory": "32MiB"}}
 
 
 def config(**overrides):
     values = {
         "model": MODEL,
-        "tiers": {"host": {"memory": "32MiB"}},
+        "tiers": HOST,
         # Slots of 4 KiB, of which every activation here is a multiple.
         "activations": {"offload": "storage", "threshold": "16KiB", "memory": "64KiB"},
     }
@@ -48,7 +49,7 @@ def test_what_is_planned_is_what_is_away_when_a_forward_ends(tmp_path, checkpoin
 
 def test_a_plan_counts_them_and_holds_them_against_the_capacity(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plain = plan_run(config(**{"activations.offload": "none"})).storage
+    plain = plan_run(build_config({"model": MODEL, "tiers": HOST})).storage
 
     plan = plan_run(config()).storage
 

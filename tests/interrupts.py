@@ -1,0 +1,71 @@
+"""Ctrl-C at a chosen line of the project's code."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import offload
+
+_ROOT = str(Path(offload.__file__).parent)
+_FINALIZERS = "weakref.py"
+"""What ends in a finalizer is no interrupt: Python prints it and goes on."""
+
+
+def interrupted_at(number, call):
+    """Calls `call`, interrupted before it runs line `number` of the project in this thread.
+
+    Returns:
+        Where that was; None where fewer lines ran.
+    """
+    lines, where = itertools.count(1), []
+
+    def enter(frame, event, _):
+        is_ours = frame.f_code.co_filename.startswith(_ROOT)
+        return follow if event == "call" and is_ours and not _is_finalizer(frame) else None
+
+    def follow(frame, event, _):
+        if event == "line" and next(lines) == number:
+            sys.settrace(None)
+            code = frame.f_code
+            where.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
+            raise KeyboardInterrupt
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return where[0] if where else None
+
+
+def num_lines(call):
+    """Returns how many lines of the project `call` runs in this thread."""
+    lines = itertools.count()
+    assert interrupted_at(_Never(lines), call) is None
+    return next(lines)
+
+
+class _Never:
+    """Compares as no line, and counts them."""
+
+    def __init__(self, lines):
+        self._lines = lines
+
+    def __eq__(self, _):
+        next(self._lines)
+        return False
+
+    __hash__ = None
+
+
+def _is_finalizer(frame):
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_FINALIZERS) or code.co_name == "_take_back":
+            return True
+        frame = frame.f_back
+    return False
