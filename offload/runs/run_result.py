@@ -95,6 +95,7 @@ def run_result(
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
         others_cpu_share=summary.others_cpu_share,
+        torch_threads=summary.torch_threads,
         stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )

@@ -61,6 +61,8 @@ class RunSummary:
     """The part of all written bytes that went to each path."""
     others_cpu_share: float | None
     """The part of the cores' time that other processes took during the steps."""
+    torch_threads: int
+    """On which the passes computed."""
 
 
 class TrainingRun:
@@ -150,6 +152,7 @@ class TrainingRun:
                 recovery_s=self._recovery_s,
                 write_shares=_shares([path.write_bytes for path in session.stats().paths]),
                 others_cpu_share=others_share,
+                torch_threads=torch.get_num_threads(),
             )
 
     def _session(self) -> Session:
