@@ -33,6 +33,7 @@ from offload.storage.store import BlockStore
 from offload.streaming.buffers import require_storable
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
+from offload.streaming.taken import require_free
 from offload.streaming.wrapped import WrappedModel
 
 Made = TypeVar("Made", bound=OffloadOptimizer)
@@ -223,6 +224,7 @@ class Session:
         if self._store is not None and self._store.durability == "commit":
             require_storable(model)
         self._models.require_new(name or MAIN, model)
+        require_free(model)
         if name:
             require_checkpoint_name(name)
         assert self._device is not None
@@ -251,7 +253,8 @@ class Session:
             make_spill=self._storage.make_spill if self._store is not None else None,
         )
         try:
-            wrapped.open()
+            with torch.inference_mode(mode=False):  # what is made serves training
+                wrapped.open()
         except BaseException:
             wrapped.close()
             raise
