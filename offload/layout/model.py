@@ -14,8 +14,8 @@ from offload.layout.units import FlatShard, PlacedParameter, Unit, lay_out_unit
 RECORD_ELEMENTS = 1 << 20
 """Elements of a record: 12 MiB of state and parameters under `split`. Large enough for full
 transfer rates, small enough for a dozen in a window of some hundred MiB."""
-MOST_RECORDS = 1 << 21
-"""Of a model: 2.2e12 parameters, with records of the usual size. To plan more takes minutes."""
+MOST_RECORDS = 1 << 20
+"""Of a model: 1.1e12 parameters, with records of the usual size. To plan more takes minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
