@@ -37,13 +37,12 @@ class ByteSums:
         words, num_columns = memory.view(torch.int64), self._num_columns
         num_rows = len(words) // num_columns
         assert num_rows <= num_columns, "more than these sums were made for"
-        num_rest = len(words) % num_columns
-        rows, rest = words.split([num_rows * num_columns, num_rest])
-        rows = rows.view(num_rows, num_columns)
+        rest = words[num_rows * num_columns :]
+        rows = words[: num_rows * num_columns].view(num_rows, num_columns)
         sums = self._sums[: num_columns + num_rows]
         torch.sum(rows, 0, out=sums[:num_columns])
         torch.sum(rows, 1, out=sums[num_columns:])
-        sums[:num_rest].add_(rest)  # a row without a sum of its own
+        sums[: len(rest)].add_(rest)  # a row without a sum of its own
         halves = sums.view(torch.int32)
         products = self._products[: len(halves)]
         torch.mul(halves, self._factors[: len(halves)], out=products)
