@@ -9,6 +9,8 @@ import offload
 _ROOT = str(Path(offload.__file__).parent)
 _FINALIZERS = "weakref.py"
 """What ends in a finalizer is no interrupt: Python prints it and goes on."""
+_OUR_FINALIZERS = ("_take_back", "_end_request")
+"""Functions that are finalizers themselves."""
 
 
 def interrupted_at(number, call):
@@ -65,7 +67,7 @@ class _Never:
 def _is_finalizer(frame):
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith(_FINALIZERS) or code.co_name == "_take_back":
+        if code.co_filename.endswith(_FINALIZERS) or code.co_name in _OUR_FINALIZERS:
             return True
         frame = frame.f_back
     return False
