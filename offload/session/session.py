@@ -25,7 +25,7 @@ from offload.optim.record_names import describe_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.session.arguments import device_bytes, path_list, require_plain, resolve, size_bytes
-from offload.session.options import device_of, warn_of_tiers, wrap_options
+from offload.session.options import device_of, warn_of_threads, warn_of_tiers, wrap_options
 from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
 from offload.storage.manifest_files import require_checkpoint_name
@@ -445,6 +445,8 @@ class Session:
             self.metadata = point.metadata
             self._committed_step = point.step
             self._models.note_resumed(point)
+            assert self._device is not None
+            warn_of_threads(self._device, committed=point.torch_threads)
         self._storage.start_draining()
         if point is not None:  # `keep_last` may be less than it was
             self._storage.delete_old_checkpoints()

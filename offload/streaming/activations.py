@@ -33,6 +33,7 @@ from offload.streaming.saved import (
     pack_below,
     unpack_below,
 )
+from offload.streaming.surrounding_checkpoints import is_in_checkpoint
 from offload.streaming.swap import Attachment, Call, attach_around, detach_around
 from offload.streaming.torch_private import (
     PackHook,
@@ -262,16 +263,20 @@ class Activations:
             self._store.close()
 
     def run(self, call: Call, args: Any, kwargs: Any, *, recomputed: nn.Module | None) -> Any:
-        """Runs a call with the hooks below it; that of a module to recompute in a checkpoint."""
+        """Runs a call with the hooks below it; that of a module to recompute in a checkpoint.
+
+        One that lies in a checkpoint already is left to that: of two, the inner one alone would
+        compute it again, with other random numbers and buffers than the outer one.
+        """
         pushed = False
         depth = self._depth
         try:
             if self._hooks is not None and depth == 0 and not is_in_backward():
                 pushed = self._hooks.push()
             self._depth = depth + 1
-            if recomputed is not None and torch.is_grad_enabled():
-                return _checkpointed(call, args, kwargs, FoundBuffers(recomputed))
-            return call(*args, **kwargs)
+            if recomputed is None or not torch.is_grad_enabled() or is_in_checkpoint():
+                return call(*args, **kwargs)
+            return _checkpointed(call, args, kwargs, FoundBuffers(recomputed))
         finally:
             self._depth = depth
             if pushed:

@@ -7,7 +7,6 @@ from parity.oracle import Reference, same_bits
 from parity.sessions import open_session
 from parity.side_by_side import OPTIONS, require_equal_state, train_both
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 import offload
 from offload.runs.activations import ActivationMeter
@@ -72,38 +71,6 @@ def test_checkpoints_of_the_user_s_own_go_together_with_both(tmp_path, checkpoin
                     model.named_parameters(), plain.parameters(), strict=True
                 ):
                     assert same_bits(parameter.grad.clone(), expected.grad), (options, name)
-
-
-class Remembering(nn.Module):
-    """Blocks whose calls change buffers that they, or later steps, compute with."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Tanh())
-            for _ in range(3)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-@pytest.mark.parametrize("offload", ["none", "storage"])
-def test_what_is_computed_again_changes_no_buffer_twice(tmp_path, offload):
-    def loss_of(model, index):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
-        return model(x).square().mean()
-
-    reference = Reference(build(Remembering, dtype=None), **OPTIONS)
-    with _session(tmp_path, checkpoint="unit", offload=offload) as session:
-        model = session.wrap(build(Remembering, dtype=None))
-        optimizer = session.AdamW(model.parameters(), **OPTIONS)
-
-        train_both(model, optimizer, reference, steps=3, loss_of=loss_of)
-
-        require_equal_state(session, model, reference)
 
 
 def _value(*shape):
