@@ -1,10 +1,10 @@
 """Ctrl-C in the middle of anything: what follows is as if that had not begun, or is refused."""
 
 import contextlib
-import itertools
 import threading
 
 import pytest
+from interrupts import ended_by
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference
 from parity.sessions import open_session, use_small_records
@@ -21,23 +21,6 @@ from offload.streaming.unit import Binding
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):
     use_small_records(monkeypatch)
-
-
-@contextlib.contextmanager
-def ended_by(error, owner, name, *, after):
-    """Raises `error` in what runs in this context, as a method's call number `after` ends."""
-    plain, counter = getattr(owner, name), itertools.count(1)
-
-    def call(*args, **options):
-        result = plain(*args, **options)
-        if next(counter) == after:
-            raise error
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call)
-        with pytest.raises(error):
-            yield
 
 
 @contextlib.contextmanager

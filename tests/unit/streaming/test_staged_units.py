@@ -31,9 +31,12 @@ class FakeDevice:
     def __init__(self):
         self.copies = []
         self.begun = threading.Event()
+        self.is_over = False
 
     def copy_in(self, source, into):
         self.copies.append(FakeCopy())
+        if self.is_over:
+            self.copies[-1].may_end.set()
         self.begun.set()
         return self.copies[-1]
 
@@ -69,6 +72,7 @@ def staged():
     tier = StagedUnits(FakeStorage(), pool, device)
     into = torch.zeros(unit.num_bytes, dtype=torch.uint8)
     yield pool, device, lambda: tier.start_read(unit, into, is_prefetch=False)
+    device.is_over = True  # of a copy that begins later too
     for copy in device.copies:
         copy.may_end.set()
     tier.close()
