@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.streaming import edit_watch
+from offload.streaming.byte_sums import ByteSums
 
 WIDTH = 32
 VOCABULARY = 2_050
@@ -357,7 +357,7 @@ def test_a_look_for_which_a_device_has_no_memory_says_what_to_do(tmp_path, monke
 @pytest.mark.unified
 def test_a_whole_weight_on_a_device_is_hashed_and_not_summed(tmp_path, monkeypatch):
     summed = []
-    monkeypatch.setattr(edit_watch, "_sum_into", lambda base, _: summed.append(len(base)))
+    monkeypatch.setattr(ByteSums, "sum_into", lambda _, base, total: summed.append(len(base)))
     with open_wide(tmp_path, device="emulated") as session:
         model = session.wrap(build())
         for module in (model.head, *model.blocks):
