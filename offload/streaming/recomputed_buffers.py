@@ -27,6 +27,7 @@ class FoundBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._is_forward = True
+<<<<<<< HEAD
         self._found = _copies(
             {
                 (each, name): buffer.detach()
@@ -35,6 +36,14 @@ class FoundBuffers:
                 if buffer is not None and buffer.layout is torch.strided
             }
         )
+=======
+        self._found: dict[Place, torch.Tensor] = {
+            (each, name): buffer.detach().clone()
+            for each in module.modules()
+            for name, buffer in each._buffers.items()
+            if buffer is not None and _is_array(buffer)
+        }
+>>>>>>> main
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
@@ -63,6 +72,7 @@ class FoundBuffers:
                 del self._found[module, name]
 
 
+<<<<<<< HEAD
 def _copies(buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """Returns copies of which those share memory that did."""
     storages: dict[int, torch.UntypedStorage] = {}
@@ -76,3 +86,9 @@ def _copies(buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
             storages[storage._cdata], int(buffer.storage_offset()), buffer.shape, buffer.stride()
         )
     return copies
+=======
+def _is_array(buffer: torch.Tensor) -> bool:
+    """Whether it is one array, which calls change in place, and not sparse, nested or unmade."""
+    is_made = not isinstance(buffer, nn.UninitializedBuffer)
+    return is_made and buffer.layout is torch.strided and not buffer.is_nested
+>>>>>>> main
