@@ -27,23 +27,14 @@ class FoundBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._is_forward = True
-<<<<<<< HEAD
         self._found = _copies(
             {
                 (each, name): buffer.detach()
                 for each in module.modules()
                 for name, buffer in each._buffers.items()
-                if buffer is not None and buffer.layout is torch.strided
+                if buffer is not None and _is_array(buffer)
             }
         )
-=======
-        self._found: dict[Place, torch.Tensor] = {
-            (each, name): buffer.detach().clone()
-            for each in module.modules()
-            for name, buffer in each._buffers.items()
-            if buffer is not None and _is_array(buffer)
-        }
->>>>>>> main
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
@@ -72,12 +63,14 @@ class FoundBuffers:
                 del self._found[module, name]
 
 
-<<<<<<< HEAD
 def _copies(buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """Returns copies of which those share memory that did."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[Place, torch.Tensor] = {}
     for place, buffer in buffers.items():
+        if type(buffer) is not torch.Tensor or buffer.is_conj() or buffer.is_neg():
+            copies[place] = buffer.clone()  # which bytes alone would not tell
+            continue
         storage: Any = buffer.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone()
@@ -86,9 +79,9 @@ def _copies(buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
             storages[storage._cdata], int(buffer.storage_offset()), buffer.shape, buffer.stride()
         )
     return copies
-=======
+
+
 def _is_array(buffer: torch.Tensor) -> bool:
     """Whether it is one array, which calls change in place, and not sparse, nested or unmade."""
     is_made = not isinstance(buffer, nn.UninitializedBuffer)
     return is_made and buffer.layout is torch.strided and not buffer.is_nested
->>>>>>> main
