@@ -141,7 +141,7 @@ def test_gradients_from_before_wrapping_count(tmp_path, gradient_dtype):
             assert same_bits(p.grad, q.grad.clone()), name
 
 
-@pytest.mark.unified
+@pytest.mark.unified  # on a device they are in slots, and it is refused
 @pytest.mark.parametrize("placement", [("host", "host"), ("host", "storage")], ids="-".join)
 def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement):
     with open_session(tmp_path, placement) as session:
