@@ -62,13 +62,13 @@ class UseStep:
     Attributes:
         place: Among the uses of forward and then backward.
         is_read: Whether the unit is in no slot then.
-        num_held: Slots that the calls around this use hold.
+        held: Units that the calls around this use hold.
     """
 
     place: int
     unit: int
     is_read: bool
-    num_held: int
+    held: frozenset[int]
 
 
 def reads_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Reads:
@@ -105,16 +105,16 @@ def steps_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Iter
     for place, unit in enumerate(order):
         for ended in ends.get(place, ()):
             held.remove(ended)
-            if not keeping.stays(ended, order[place:], num_held=len(held)):
+            if not keeping.stays(ended, order[place:], held=held):
                 present.discard(ended)
-        if in_use is not None and not keeping.stays(in_use, order[place:], num_held=len(held)):
+        if in_use is not None and not keeping.stays(in_use, order[place:], held=held):
             present.discard(in_use)
         is_tiled = unit in tiled
         yield UseStep(
             place=place,
             unit=unit,
             is_read=unit not in present and not is_tiled,
-            num_held=len(held),
+            held=frozenset(held),
         )
         in_use = None
         if place in calls:

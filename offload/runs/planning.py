@@ -95,6 +95,7 @@ def plan_run(
         link=_plan_link(config, layout, reads=reads),
         handed_over=handed,
         kept=frozenset(u.name for i, u in enumerate(layout.units) if not reads.backward[i]),
+        carried=None if reads.carried is None else layout.units[reads.carried].name,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,

@@ -203,7 +203,7 @@ class Residency:
 
     def _stays(self, unit: StreamedUnit, *, first: StreamedUnit | None = None) -> bool:
         """Returns whether `unit` is one of `_staying`, at once where there is a slot for each."""
-        if self.num_slots - self._num_held(first) >= len(self.units):
+        if self.num_slots >= len(self.units):
             return unit is first or self.trace.next_use(unit.index) != NEVER
         return unit.index in self._staying(first)
 
@@ -212,10 +212,10 @@ class Residency:
         following = self.trace.upcoming()
         if first is not None:
             following = itertools.chain([first.index], following)
-        return self._keeping.staying(following, num_held=self._num_held(first))
+        return self._keeping.staying(following, held=self._held(first))
 
-    def _num_held(self, besides: StreamedUnit | None) -> int:
-        return len([u for u in self.units if u.num_holds > 0 and u is not besides])
+    def _held(self, besides: StreamedUnit | None) -> list[int]:
+        return [u.index for u in self.units if u.num_holds > 0 and u is not besides]
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
