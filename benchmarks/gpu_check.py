@@ -45,7 +45,6 @@ def main():
     if arguments.part is not None:
         print(json.dumps(measure(arguments.part, arguments.device, small=arguments.small)))
         return 0
-    row("device", name_of(arguments.device))
     row("torch", torch.__version__)
     found = {name: run_part(name, sys.argv[1:]) for name in PARTS}
     return 0 if is_right(found) else 1
@@ -100,7 +99,8 @@ def measure(part, kind, *, small):
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     if part == LINK:
-        return {"rows": link_rows(kind, (4 if small else 256) * MIB)}
+        rows = link_rows(kind, (4 if small else 256) * MIB)
+        return {"rows": [("device", name_of(kind)), *rows]}
     shape = GPTShape(
         layers=8,
         width=64 if small else 1024,

@@ -19,7 +19,7 @@ from offload.cli.output import Result
 from offload.sizes import format_size
 
 _HEAD_KEYS = ("store", "schema", "step", "committed_at", "age_s", "owner", "parameters", "records",
-              "checkpoints", "digest")  # fmt: skip
+              "checkpoints", "torch_threads", "digest")  # fmt: skip
 
 
 def render_inspection(console: Console, result: Result) -> None:

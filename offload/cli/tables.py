@@ -42,6 +42,7 @@ _RUN_FIGURES = (
     ("I/O wait", "io_wait_s"),
     ("prefetch hit rate", "prefetch_hit_rate"),
     ("tokens/s", "tokens_per_s"),
+    ("threads of torch", "torch_threads"),
     ("store, planned", "store_planned_bytes"),
     ("store, most after a step", "store_peak_bytes"),
     ("commit", "commit_s"),

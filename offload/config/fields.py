@@ -41,10 +41,12 @@ def _as_list(value: object) -> object:
     return (value,) if isinstance(value, str) else _as_tuple(value)
 
 
+_MOST = (1 << 63) - 1
+"""A TOML file has no larger whole number, nor has torch."""
 Size = Annotated[
     int,
     BeforeValidator(_as_bytes),
-    Field(gt=0),
+    Field(gt=0, le=_MOST),
     WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
 ]
 """Bytes; written as `"400MiB"`, `"1.5GB"` or a number of bytes."""
@@ -74,13 +76,13 @@ _SIZES_SCHEMA = {
     ]
 }
 Capacities = Annotated[
-    tuple[Annotated[int, Field(gt=0)] | Literal["free"], ...],
+    tuple[Annotated[int, Field(gt=0, le=_MOST)] | Literal["free"], ...],
     BeforeValidator(_as_sizes),
     WithJsonSchema(_SIZES_SCHEMA),
 ]
 """A size or `"free"` for each path, or one for all."""
 RateLimits = Annotated[
-    tuple[Annotated[int, Field(gt=0)] | Literal["none"], ...],
+    tuple[Annotated[int, Field(gt=0, le=_MOST)] | Literal["none"], ...],
     BeforeValidator(_as_sizes),
     WithJsonSchema(_SIZES_SCHEMA),
 ]
@@ -95,7 +97,7 @@ def _as_interval(value: object) -> object:
 
 Duration = Annotated[str, BeforeValidator(_as_interval)]
 """A time such as `"90s"`, `"10min"`, `"2h"` or `"7d"`."""
-StepsOrDuration = Annotated[int, Field(ge=0)] | Duration
+StepsOrDuration = Annotated[int, Field(ge=0, le=_MOST)] | Duration
 """A number of steps, or a time."""
 AbsolutePath = Annotated[str, Field(min_length=1), BeforeValidator(_as_absolute)]
 """A path or glob; a relative one starts at the current directory."""
@@ -115,8 +117,12 @@ Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
     BeforeValidator(_as_tuple),
 ]
-Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(gt=0, le=_MOST)]
+Dimension = Annotated[int, Field(gt=0, le=1 << 24)]
+"""Of a tensor: the product of two of them, and of their bytes, is still a number of torch's."""
+Repetitions = Annotated[int, Field(gt=0, le=100_000)]
+"""Of what is gone through one by one when a run is planned."""
+CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 DeviceKind = Literal["cpu", "cuda", "emulated"]

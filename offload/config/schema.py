@@ -20,6 +20,7 @@ from offload.config.fields import (
     Count,
     CountOrZero,
     DeviceKind,
+    Dimension,
     Duration,
     NotNegative,
     OptimizerName,
@@ -28,6 +29,7 @@ from offload.config.fields import (
     Paths,
     Patterns,
     RateLimits,
+    Repetitions,
     Section,
     Size,
     StepsOrDuration,
@@ -48,15 +50,15 @@ class ModelConfig(Section):
 
     kind: Literal["gpt", "factory"] = "gpt"
     """`"gpt"` is the built-in decoder; `"factory"` is implied by `model.factory`."""
-    layers: Count = 12
+    layers: Repetitions = 12
     """Number of decoder blocks."""
-    width: Count = 768
+    width: Dimension = 768
     """Features per token; a multiple of `heads`."""
-    heads: Count = 12
+    heads: Dimension = 12
     """Attention heads per block."""
-    context: Count = 256
+    context: Dimension = 256
     """Tokens per sequence; also the length of the data's windows."""
-    vocabulary: Count = 256
+    vocabulary: Dimension = 256
     """Number of token values; text is read as bytes, so at least 256."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Element type of the parameters."""
@@ -123,9 +125,9 @@ class TrainConfig(Section):
 
     steps: Count = 30
     """Optimizer steps in all, also when resuming."""
-    batch: Count = 2
+    batch: Dimension = 2
     """Sequences per micro-step."""
-    micro_steps: Count = 1
+    micro_steps: Repetitions = 1
     """Forward and backward passes per optimizer step."""
     seed: Annotated[CountOrZero, Field(lt=1 << 63)] = 0
     """Seeds the model's initial values and the choice of batches."""

@@ -19,6 +19,7 @@ class CommitHead:
         metadata: What `commit` was given.
         buffers: Name, dtype, shape and offset of each buffer in the record of buffers.
         models: Of the session's models with a name; their records begin with it.
+        torch_threads: That torch had at the commit; None where it does not say.
     """
 
     step: int
@@ -27,6 +28,7 @@ class CommitHead:
     metadata: dict[str, Any]
     buffers: list[dict[str, Any]] = field(default_factory=list)
     models: dict[str, "CommitHead"] = field(default_factory=dict)
+    torch_threads: int | None = None
 
     def layouts(self) -> list[ModelLayout]:
         """Returns the layouts of all models."""
@@ -47,6 +49,8 @@ class CommitHead:
         }
         if self.models:
             values["models"] = {name: head.to_json() for name, head in self.models.items()}
+        if self.torch_threads is not None:
+            values["torch_threads"] = self.torch_threads
         return values
 
     @staticmethod
@@ -69,6 +73,7 @@ class CommitHead:
                     str(name): CommitHead.from_json(head)
                     for name, head in value.get("models", {}).items()
                 },
+                torch_threads=_count_or_none(value.get("torch_threads")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(
@@ -76,3 +81,7 @@ class CommitHead:
                 f"`metadata` of a model, found {type(error).__name__}: {error}; the store belongs "
                 "to another program or version: name another"
             ) from error
+
+
+def _count_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)

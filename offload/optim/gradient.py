@@ -6,14 +6,22 @@ backward has its plain effect. Multiplying by one number (clipping, unscaling) i
 once: the factor stays *pending* and is applied in fp32 inside the fused update, to the unrounded
 gradient. Operations that return new tensors read a scaled copy; writes, and operations that
 return an alias, apply the pending factors first, rounded to nearest even.
+
+[Note: who has an alias may write to it]
+An alias shows the memory in a storage of its own, so it is known as long as a tensor, or an array,
+of it is there. Meanwhile its gradient may change without a word: no update of it begins before the
+step, and none goes on after the step has returned.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.memory import memory_of
 from offload.optim.gradient_home import GradientHome
 from offload.optim.norm import GradientNorm
 
@@ -73,6 +81,7 @@ class Accumulator:
         self._arrival: Arrival | None = None
         self._sums_of_squares = sums_of_squares
         self._before_write = before_write
+        self._aliases: list[weakref.ref[Any]] = []
 
     @property
     def memory(self) -> torch.Tensor:
@@ -124,10 +133,25 @@ class Accumulator:
             self.scales.clear()
 
     def writable(self) -> torch.Tensor:
-        """Returns the memory for writing, or for aliases through which it may be written."""
+        """Returns the memory for writing at once."""
         self._before_write(self.name)
         self.apply_scales()
         return self.memory
+
+    def alias(self) -> torch.Tensor:
+        """Returns the memory for who may keep it; see [Note: who has an alias may write to it]."""
+        memory = self.writable()
+        if not memory.numel():
+            return memory
+        array = np.frombuffer(memory_of(memory.view(-1)), dtype=np.uint8)
+        self._aliases = [each for each in self._aliases if each() is not None]
+        self._aliases.append(weakref.ref(array))
+        return torch.frombuffer(array, dtype=memory.dtype).view(memory.shape)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether somebody may write to the memory at any time."""
+        return any(each() is not None for each in self._aliases)
 
     def read(self) -> torch.Tensor:
         """Returns the gradient for reading: a scaled copy, or the memory where none pends."""
@@ -181,7 +205,7 @@ class StreamedGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the gradient's values as an array over the accumulator's memory."""
-        return self.accumulator.writable().numpy(force=force)
+        return self.accumulator.alias().numpy(force=force)
 
     def tolist(self) -> Any:
         """Returns the gradient's values as nested lists."""
@@ -216,7 +240,8 @@ def _run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return value
         if id(value) not in aliased:
             return value.accumulator.read()
-        memory = value.accumulator.writable()
+        kept = not func._schema.is_mutable
+        memory = value.accumulator.alias() if kept else value.accumulator.writable()
         handed_out[id(memory)] = value
         return memory
 
@@ -264,7 +289,7 @@ def _run_on_device(
 def _host_memory(value: Any) -> Any:
     if not isinstance(value, StreamedGradient):
         return value
-    return value.accumulator.writable()
+    return value.accumulator.alias()
 
 
 def _aliased_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -52,6 +52,8 @@ class Inspection:
     units: list[dict[str, Any]]
     """Of each unit, in the order of the model: bytes of parameters and state, number of records,
     bytes in blocks by path."""
+    torch_threads: int | None
+    """Of the process that committed; None where the commit does not say."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +104,7 @@ def inspect_store(path: Path) -> Inspection:
         owner=summary.owner.describe() if summary.owner else None,
         checkpoint_steps=checkpoints,
         units=units,
+        torch_threads=summary.head.get("torch_threads"),
     )
 
 

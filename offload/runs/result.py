@@ -85,6 +85,8 @@ class TrainResult:
     """Until the path that is written most reaches `tiers.storage.endurance`."""
     others_cpu_share: float | None
     """The part of the cores' time that other processes took during the steps; None: not known."""
+    torch_threads: int
+    """Of this process. Passes on the CPU may give other bits with another number."""
     stalls: list[dict[str, Any]]
     """Waits of the calling thread in the whole run, longest first; as in `metrics.jsonl`."""
     store_planned_bytes: int | None

@@ -11,7 +11,8 @@ from offload.plan.wear import wear
 from offload.runs.gpt import logits_workspace_bytes
 from offload.runs.metrics import StepMetrics
 from offload.runs.model import gpt_shape
-from offload.runs.planning import choices_of, commit_intervals
+from offload.runs.planned_steps import commit_intervals
+from offload.runs.planning import choices_of
 from offload.runs.result import StepMedians, TrainResult, measured_steps, ratio
 from offload.runs.run_directory import RunDirectory
 from offload.runs.training_run import RunSummary
@@ -95,6 +96,7 @@ def run_result(
         prefetch_hit_rate=recorder.prefetch_hit_rate,
         tokens_per_s=medians.tokens_per_s,
         others_cpu_share=summary.others_cpu_share,
+        torch_threads=summary.torch_threads,
         stalls=[stall.to_json() for stall in stats.stalls],
         **_upkeep(config, plan, medians=medians, summary=summary),  # type: ignore[arg-type]
     )

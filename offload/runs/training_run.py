@@ -24,6 +24,7 @@ from offload.runs.metrics import MetricsFile, StepMetrics, truncate_metrics
 from offload.runs.model import build_model
 from offload.runs.optimizer import make_optimizer
 from offload.runs.phases import StepClock
+from offload.runs.planning import tokens_per_step
 from offload.runs.recorder import StepFacts, StepRecorder
 from offload.runs.rss import RssMeter
 from offload.runs.run_directory import RunDirectory
@@ -61,6 +62,8 @@ class RunSummary:
     """The part of all written bytes that went to each path."""
     others_cpu_share: float | None
     """The part of the cores' time that other processes took during the steps."""
+    torch_threads: int
+    """On which the passes computed."""
 
 
 class TrainingRun:
@@ -95,7 +98,7 @@ class TrainingRun:
         self._activations = ActivationMeter()
         self._rss = RssMeter()
         self._recorder = StepRecorder(
-            tokens_per_step=config.train.batch * config.train.micro_steps * config.model.context,
+            tokens_per_step=tokens_per_step(config),
             traffic=plan.traffic,
             num_parameters=plan.layout.trainable_elements,
             machine=machine,
@@ -150,6 +153,7 @@ class TrainingRun:
                 recovery_s=self._recovery_s,
                 write_shares=_shares([path.write_bytes for path in session.stats().paths]),
                 others_cpu_share=others_share,
+                torch_threads=torch.get_num_threads(),
             )
 
     def _session(self) -> Session:

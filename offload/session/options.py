@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from offload.config import Config
 from offload.devices import Device, make_device
 from offload.plan.activations import plan_activations
@@ -77,6 +79,25 @@ def warn_of_tiers(config: Config) -> None:
         _log.warning(
             "`activations.offload` = `host` frees no memory on device `cpu`: activations move "
             "within it; `storage` frees it"
+        )
+
+
+def warn_of_threads(device: Device, *, committed: int | None) -> None:
+    """Says so where the CPU computes with another number of threads than before.
+
+    Args:
+        device: Where models compute.
+        committed: Threads of torch when the commit that is resumed was made; None: not known.
+    """
+    now = torch.get_num_threads()
+    if device.torch_device.type == "cpu" and committed not in (None, now):
+        _log.warning(
+            "the commit that is resumed was made with %d of torch's threads, and this process has "
+            "%d: losses and weights may differ in bits from those of one run; for the same, call "
+            "`torch.set_num_threads(%d)` before, or set `OMP_NUM_THREADS`",
+            committed,
+            now,
+            committed,
         )
 
 

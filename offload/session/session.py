@@ -25,7 +25,7 @@ from offload.optim.record_names import describe_record
 from offload.optim.sgd import SGD
 from offload.policy import resolve_order
 from offload.session.arguments import device_bytes, path_list, require_plain, resolve, size_bytes
-from offload.session.options import device_of, warn_of_tiers, wrap_options
+from offload.session.options import device_of, warn_of_threads, warn_of_tiers, wrap_options
 from offload.session.session_store import SessionStore, choose_roots
 from offload.session.stats import SessionStats, count
 from offload.storage.manifest_files import require_checkpoint_name
@@ -33,6 +33,7 @@ from offload.storage.store import BlockStore
 from offload.streaming.buffers import require_storable
 from offload.streaming.building import Building, StoreSpill
 from offload.streaming.models import MAIN, Models
+from offload.streaming.taken import require_free
 from offload.streaming.wrapped import WrappedModel
 
 Made = TypeVar("Made", bound=OffloadOptimizer)
@@ -223,6 +224,7 @@ class Session:
         if self._store is not None and self._store.durability == "commit":
             require_storable(model)
         self._models.require_new(name or MAIN, model)
+        require_free(model)
         if name:
             require_checkpoint_name(name)
         assert self._device is not None
@@ -251,7 +253,8 @@ class Session:
             make_spill=self._storage.make_spill if self._store is not None else None,
         )
         try:
-            wrapped.open()
+            with torch.inference_mode(mode=False):  # what is made serves training
+                wrapped.open()
         except BaseException:
             wrapped.close()
             raise
@@ -442,6 +445,8 @@ class Session:
             self.metadata = point.metadata
             self._committed_step = point.step
             self._models.note_resumed(point)
+            assert self._device is not None
+            warn_of_threads(self._device, committed=point.torch_threads)
         self._storage.start_draining()
         if point is not None:  # `keep_last` may be less than it was
             self._storage.delete_old_checkpoints()

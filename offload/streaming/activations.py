@@ -24,6 +24,7 @@ from offload.storage.spill import Spill
 from offload.storage.stalls import StallAccount
 from offload.streaming.activation_store import ActivationCounters, ActivationStore, Away
 from offload.streaming.discovery import DiscoveredModel
+from offload.streaming.recomputed_buffers import FoundBuffers
 from offload.streaming.saved import (
     HookPair,
     PassOn,
@@ -32,6 +33,7 @@ from offload.streaming.saved import (
     pack_below,
     unpack_below,
 )
+from offload.streaming.surrounding_checkpoints import is_in_checkpoint
 from offload.streaming.swap import Attachment, Call, attach_around, detach_around
 from offload.streaming.torch_private import (
     PackHook,
@@ -86,6 +88,22 @@ class _Moved:
     stride: tuple[int, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Put:
+    """A storage that was put away.
+
+    Attributes:
+        base: The tensor that was saved, or of which that was a view: others over the storage may
+            have counters of their own, such as the gates of a recurrent cell.
+        version: Of `base` when it was saved.
+    """
+
+    storage: weakref.ref[Any]
+    base: weakref.ref[torch.Tensor]
+    away: weakref.ref[Away]
+    version: int
+
+
 class ActivationHooks(HookPair):
     """Saved-tensor hooks that move large tensors away."""
 
@@ -102,8 +120,8 @@ class ActivationHooks(HookPair):
         self._store = store
         self._threshold_bytes = threshold_bytes
         self._stays = frozenset(t.untyped_storage().data_ptr() for t in stays)
-        # By the address of the storage object: that storage, what was put away, at which version.
-        self._put: dict[int, tuple[weakref.ref[Any], weakref.ref[Away], int]] = {}
+        # By the address of the storage object.
+        self._put: dict[int, _Put] = {}
 
     def pack(self, tensor: torch.Tensor, below: tuple[PackHook, UnpackHook] | None) -> Any:
         if below is None or getattr(below[0], "counts_only", False):
@@ -152,16 +170,20 @@ class ActivationHooks(HookPair):
     def _move(self, tensor: torch.Tensor) -> Away | None:
         """Puts the tensor's storage away, unless it was at this version already."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._put:
-            found, kept, version = self._put[key]
-            away = kept()
-            if found() is storage and away is not None and version == tensor._version:
+        key, base = storage._cdata, tensor if tensor._base is None else tensor._base
+        put = self._put.get(key)
+        if put is not None and put.storage() is storage and put.base() is base:
+            away = put.away()
+            if away is not None and put.version == tensor._version:
                 return away
         away = self._store.put(storage)
         if away is not None:
-            forget = weakref.ref(storage, lambda _: self._put.pop(key, None))
-            self._put[key] = (forget, weakref.ref(away), tensor._version)
+            self._put[key] = _Put(
+                storage=weakref.ref(storage, lambda _: self._put.pop(key, None)),
+                base=weakref.ref(base),
+                away=weakref.ref(away),
+                version=tensor._version,
+            )
         return away
 
 
@@ -225,7 +247,8 @@ class Activations:
         for module in {self._model: False, **self._units}:
             recomputes = self._checkpoints and self._units.get(module, False)
             num_checkpoints += recomputes
-            around = _Around(self, is_unit=module in self._units, recomputes=recomputes)
+            is_unit = module in self._units
+            around = _Around(self, is_unit=is_unit, recomputed=module if recomputes else None)
             attach_around(module, around)
         if self._checkpoints and not num_checkpoints:
             _log.warning(
@@ -239,17 +262,21 @@ class Activations:
         if self._store is not None:
             self._store.close()
 
-    def run(self, call: Call, args: Any, kwargs: Any, *, recomputes: bool) -> Any:
-        """Runs a call with the hooks below it; with `recomputes` inside a checkpoint."""
+    def run(self, call: Call, args: Any, kwargs: Any, *, recomputed: nn.Module | None) -> Any:
+        """Runs a call with the hooks below it; that of a module to recompute in a checkpoint.
+
+        One that lies in a checkpoint already is left to that: of two, the inner one alone would
+        compute it again, with other random numbers and buffers than the outer one.
+        """
         pushed = False
         depth = self._depth
         try:
             if self._hooks is not None and depth == 0 and not is_in_backward():
                 pushed = self._hooks.push()
             self._depth = depth + 1
-            if recomputes and torch.is_grad_enabled():
-                return _checkpointed(call, args, kwargs)
-            return call(*args, **kwargs)
+            if recomputed is None or not torch.is_grad_enabled() or is_in_checkpoint():
+                return call(*args, **kwargs)
+            return _checkpointed(call, args, kwargs, FoundBuffers(recomputed))
         finally:
             self._depth = depth
             if pushed:
@@ -259,16 +286,18 @@ class Activations:
 class _Around:
     """The attachment of one module, around the one that is there."""
 
-    def __init__(self, activations: Activations, *, is_unit: bool, recomputes: bool) -> None:
+    def __init__(
+        self, activations: Activations, *, is_unit: bool, recomputed: nn.Module | None
+    ) -> None:
         self.is_unit = is_unit
         self.inner: Attachment | None = None
         self._activations = activations
-        self._recomputes = recomputes
+        self._recomputed = recomputed
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = self.inner
         within = call if inner is None else lambda *a, **k: inner.run(call, a, k)
-        return self._activations.run(within, args, kwargs, recomputes=self._recomputes)
+        return self._activations.run(within, args, kwargs, recomputed=self._recomputed)
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         if self.inner is not None:
@@ -283,7 +312,9 @@ class _Around:
             self.inner.after_load(module)
 
 
-def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _checkpointed(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: FoundBuffers
+) -> Any:
     """Runs `call` in a checkpoint that saves every tensor among its arguments by hooks."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
@@ -294,7 +325,8 @@ def _checkpointed(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         named = dict(zip(names, values[num_positional:], strict=True))
         pushed = is_watched() and is_in_backward() and PassOn().push()
         try:
-            return call(*positional, **named, **others)
+            with buffers.around_call():
+                return call(*positional, **named, **others)
         finally:
             if pushed:
                 pop_saved_tensor_hooks()

@@ -19,6 +19,7 @@ from offload.streaming.refusal import Refusal
 from offload.streaming.residency import Residency
 from offload.streaming.resident import ResidentUnits
 from offload.streaming.step_updates import StepUpdates
+from offload.streaming.taken import give_up, take
 from offload.streaming.tier import HostUnits, StagedUnits, StoredUnits
 from offload.streaming.tiles import BeginRows
 from offload.streaming.unit import Edit, StreamedUnit
@@ -59,6 +60,7 @@ class Attachment:
     def note_parameters(self) -> None:
         """Notes which parameters the model has as it is wrapped."""
         self._additions = Additions(self._model)
+        take(self._parameters.values())
 
     def stream(
         self,
@@ -191,6 +193,8 @@ class Attachment:
     def close(self) -> None:
         """Detaches; may be called again."""
         self.end_refusal()
+        if self._additions is not None:  # else another session may have them
+            give_up(self._parameters.values())
         if self.streamed is not None:
             self.streamed.close()
         if self._staged is not None:

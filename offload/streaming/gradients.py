@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -202,6 +202,11 @@ class Gradients:
             return RowGradient(before, before.writable(), parameter, is_first=False)
         accumulator = self._accumulators[id(parameter)]
         return RowGradient(accumulator, accumulator.begin(), parameter, is_first=True)
+
+    def aliased(self, names: Iterable[str]) -> list[str]:
+        """Returns those whose gradients somebody may write to at any time."""
+        found = ((name, self._accumulators.get(id(self._parameters[name]))) for name in names)
+        return [name for name, each in found if each is not None and each.is_aliased]
 
     def settle(self) -> None:
         """Waits until every gradient has arrived in its accumulator.

@@ -7,6 +7,8 @@ what is recorded refers to parameters, whose units then stay in their slots unti
 """
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +79,7 @@ class StreamedModel:
         self._hooks = SavedTensorHooks(residency) if isinstance(residency, Residency) else None
         self._unit_of: dict[int, int] = {}
         self._depth = 0
+        self._running: dict[str, int] = {}  # the thread that runs the model, while one does
 
     def open(self) -> None:
         """Swaps the classes of the modules that own parameters, of units and of the root."""
@@ -89,7 +92,8 @@ class StreamedModel:
             if module in needs or module in owners or module is self.model:
                 units = needs.get(module, owners.get(module, ()))
                 held = tuple(index for index in units if index not in self._discovered.wide)
-                attachment = _Attachment(self, units=held, is_unit=module in needs)
+                is_root = module is self.model
+                attachment = _Attachment(self, units=held, is_unit=module in needs, is_root=is_root)
                 attach(module, attachment, forward=self._forward_in_pieces(module))
             if module in owners:
                 parameters = StreamedParameters(module._parameters, self._on_access, pickled)
@@ -109,6 +113,28 @@ class StreamedModel:
         """Begins to fetch what the next training forward needs first."""
         self.residency.trace.end_step()
         self.residency.prefetch()
+
+    def run_alone(self, run: Callable[[], Any]) -> Any:
+        """Runs a call of the whole model, which no other thread may have begun.
+
+        Raises:
+            StoreError: One has: both would move each other's units.
+        """
+        if self._hooks is None or is_in_backward():
+            return run()
+        this, key = threading.get_ident(), "the thread that runs the model"
+        owner = self._running.setdefault(key, this)  # one step, between which no thread comes
+        if owner != this:
+            raise StoreError(
+                "cannot call a wrapped model in two threads at one time: expected no call of it, "
+                f"found one of thread {owner}; wait until that has ended, such as with a lock"
+            )
+        is_outermost = self._depth == 0
+        try:
+            return run()
+        finally:
+            if is_outermost:
+                self._running.clear()
 
     def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
         """Runs a module's call with `units` held and the saved-tensor hooks on top.
@@ -224,15 +250,19 @@ class StreamedModel:
 class _Attachment:
     """What one swapped module needs; see `offload.streaming.swap.Attachment`."""
 
-    __slots__ = ("_model", "is_unit", "units")
+    __slots__ = ("_is_root", "_model", "is_unit", "units")
 
-    def __init__(self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool) -> None:
+    def __init__(
+        self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool, is_root: bool
+    ) -> None:
         self._model = model
+        self._is_root = is_root
         self.units = units
         self.is_unit = is_unit
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._model.run(call, self.units, self.is_unit, args, kwargs)
+        run = functools.partial(self._model.run, call, self.units, self.is_unit, args, kwargs)
+        return self._model.run_alone(run) if self._is_root else run()
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         self._model.fill_state_dict(module, values, prefix)

@@ -137,7 +137,12 @@ class Models:
             model.require_committable()
         heads = {name: model.write_for_commit() for name, model in self._by_name.items()}
         others = {**self._others, **{n: head for n, head in heads.items() if n}}
-        head = dataclasses.replace(heads[MAIN], metadata=dict(metadata), models=others)
+        head = dataclasses.replace(
+            heads[MAIN],
+            metadata=dict(metadata),
+            models=others,
+            torch_threads=torch.get_num_threads(),
+        )
         store.commit(head.to_json())
         return main.completed_steps
 

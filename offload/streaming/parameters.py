@@ -1,6 +1,7 @@
 """A module's `_parameters`, which fetches a parameter that is used outside its module's call."""
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from offload.errors import StoreError
+
+logger = logging.getLogger("offload.streaming")
 
 OnAccess = Callable[[int], None]
 """Takes the id of the parameter: a reference would be counted among those of others."""
@@ -55,6 +58,22 @@ def close_parameters(module: nn.Module, *, found: str) -> None:
     """Has every look at a module's parameters refused; see `ClosedParameters`."""
     items = dict.items(module._parameters)
     module.__dict__["_parameters"] = ClosedParameters(dict(items), found=found)
+
+
+def close_mixed(model: nn.Module, failure: BaseException) -> None:
+    """Has the parameters of a model refused that `failure` left between two steps."""
+    logger.warning(
+        "the parameters of a model keep values of two steps, since an update failed (%s); "
+        "resume from the last commit",
+        failure,
+    )
+    found = (
+        f"its values are of two steps, as an update failed ({failure}); build the model anew "
+        "and wrap it in a session that resumes from the last commit"
+    )
+    for module in model.modules():
+        if module._parameters:
+            close_parameters(module, found=found)
 
 
 class StreamedParameters(dict[str, nn.Parameter | None]):

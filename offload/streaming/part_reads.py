@@ -36,8 +36,8 @@ class PartReads:
     def __init__(
         self,
         tier: ParameterTier,
-        *,
         device: Device,
+        *,
         slots: UnitSlots,
         take_slot: Callable[[StreamedUnit, int], torch.Tensor],
         wait: Callable[[Sequence[Transfer], str], None],
@@ -118,6 +118,7 @@ class PartReads:
 
         Shapes: `into` is uint8, of the unit's bytes without what pads them.
         """
+        self._tier.wait_readable(unit.layout)
         for part in unit.subgroups:
             memory, own = self.finish(self.start(unit, part)), into[part.start : part.stop]
             self._device.copy_out(memory[: len(own)], own).synchronize()

@@ -6,7 +6,6 @@ drops the engine's own views; the slot comes back when the last alias of it is g
 
 import gc
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,8 +41,6 @@ from offload.streaming.unit import (
     wait_quietly,
 )
 from offload.streaming.unit_slots import UnitSlots
-
-logger = logging.getLogger("offload.streaming")
 
 
 class Residency:
@@ -86,11 +83,7 @@ class Residency:
         self._watch = make_watch(len(units), self._device)
         self._tier = tier
         self.parts = PartReads(
-            tier,
-            device=self._device,
-            slots=self._slots,
-            take_slot=self._take_slot,
-            wait=self._wait,
+            tier, self._device, slots=self._slots, take_slot=self._take_slot, wait=self._wait
         )
         self._distance = PrefetchDistance(least=prefetch_distance, most=pool.num_slots - 1)
         self._on_edit = on_edit
@@ -301,7 +294,6 @@ class Residency:
         """Returns a parameter's values in host memory of their own, which no budget covers."""
         unit, values = self.units[index], torch.empty(parameter.shape, dtype=parameter.dtype)
         if unit.is_wide and unit.state is CopyState.ABSENT:  # the device may not hold it
-            self._tier.wait_readable(unit.layout)
             with filling_slots():
                 self.parts.copy_whole(unit, values.view(-1).view(torch.uint8))
         else:

@@ -1,6 +1,6 @@
 """Carries out the updates of a step: at once, or under the next forward."""
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
 from offload.errors import ConfigError, StoreError
 from offload.layout import ModelLayout
@@ -47,6 +47,7 @@ class StepUpdates:
         self._order = order
         self._units: PendingUnits | None = None
         self._slotted: frozenset[int] = frozenset()
+        self._unit_of: dict[str, int] = {}  # by parameter name
         self._io_wait_s = 0.0
 
     def use(self, state: ModelState, window: Window, kernels: Kernels) -> None:
@@ -54,6 +55,12 @@ class StepUpdates:
         self.pipeline = UpdatePipeline(state, window, kernels, self.stalls)
         if self.deferred is not None:
             self.deferred.use(state.layout, self.pipeline)
+            self._unit_of = {
+                placed.facts.name: index
+                for index, unit in enumerate(state.layout.units)
+                for shard in unit.shards
+                for placed in shard.parameters
+            }
         if self.early is not None:
             self.early.use(self.pipeline, kept=self.kept(step=1))
 
@@ -195,6 +202,16 @@ class StepUpdates:
             self.fail(self.deferred.failure)
         if self.resident is not None:
             self.resident.show_all()
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Waits until no update of these parameters is pending, nor any of their units.
+
+        Raises:
+            StorageError, CorruptStateError: One failed: the state is between two steps.
+        """
+        assert self.deferred is not None
+        for unit in sorted({self._unit_of[name] for name in names}):
+            self.deferred.wait_for(unit)
 
     def finish_before_gradient(self, name: str) -> bool:
         """Finishes the updates that read the gradients, and reads ahead for the next ones.

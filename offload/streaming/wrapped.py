@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -34,14 +33,12 @@ from offload.streaming.edits import Edits
 from offload.streaming.link_waits import LinkWaits
 from offload.streaming.model_layout import require_same, require_wholeness
 from offload.streaming.model_memory import ModelMemory
-from offload.streaming.parameters import close_parameters
+from offload.streaming.parameters import close_mixed
 from offload.streaming.residency import Residency
 from offload.streaming.step_updates import StepUpdates
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.wrap_options import WrapOptions
 from offload.streaming.write_back import write_dirty
-
-logger = logging.getLogger("offload.streaming")
 
 
 class WrappedModel:
@@ -186,7 +183,7 @@ class WrappedModel:
                 self._activations.close()
             self._attachment.close()
             if self._updates.failure is not None and self.residency is None:
-                self._refuse_for_good(self._updates.failure)
+                close_mixed(self.model, self._updates.failure)
             self._memory.close()
 
     # What the optimizer asks.
@@ -263,6 +260,8 @@ class WrappedModel:
                 assert self._attachment.streamed is not None
                 trace = self._attachment.streamed.residency.trace
                 self._updates.start(updates, step=step, trace=trace, skip=done)
+                if self._memory.gradients is not None:
+                    self._updates.wait_for(self._memory.gradients.aliased(updates))
             for name in updates:
                 self.steps[name] = self.step_of(name) + 1
             self.completed_steps += 1
@@ -428,8 +427,10 @@ class WrappedModel:
 
     def _on_gradient(self, name: str) -> None:
         """Starts the updates for which this was the last gradient."""
-        early = self._updates.early
+        early, gradients = self._updates.early, self._memory.gradients
         if early is None or self._is_accumulating or not is_in_backward():
+            return
+        if gradients is None or gradients.aliased((name,)):
             return
         if not early.has_begun:
             self._require_room_for_step()
@@ -455,20 +456,6 @@ class WrappedModel:
         """Has modules refuse the parameters, and graphs that saved some: values are mixed."""
         self._attachment.refuse(self._updates.require_usable)
         self._increment_versions(self._parameters)
-
-    def _refuse_for_good(self, failure: BaseException) -> None:
-        logger.warning(
-            "the parameters of a model keep values of two steps, since an update failed (%s); "
-            "resume from the last commit",
-            failure,
-        )
-        found = (
-            f"its values are of two steps, as an update failed ({failure}); build the model anew "
-            "and wrap it in a session that resumes from the last commit"
-        )
-        for module in self.model.modules():
-            if module._parameters:
-                close_parameters(module, found=found)
 
     def _leave_slots(self, *, before_commit: bool) -> None:
         """Notes what the user edited; stored parameters leave their slots before they change."""

@@ -71,14 +71,21 @@ class Member:
     def wrap(self, session, **parts):
         name = {"name": self.name} if self.name else {}
         self.model = session.wrap(self.build(), **name, **parts)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = session.AdamW(trainable, **OPTIONS)
+        names = list(self.reference.trainable)
+        groups = [
+            {"params": [self.model.get_parameter(name) for name in some]}
+            for some in (names[::2], names[1::2])
+            if some
+        ]
+        self.optimizer = session.AdamW(groups, **OPTIONS)
         self.set_lr(self.lr)
 
     def set_lr(self, lr):
+        """Sets that of the first param_group; the second one's is three times that."""
         self.lr = self.reference.options["lr"] = lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, factor in zip(self.optimizer.param_groups, (1, 3), strict=False):
+            group["lr"] = factor * lr
+        self.reference.lr_of = dict.fromkeys(list(self.reference.trainable)[1::2], 3 * lr)
 
     def is_edited(self, name):
         self.before_edits.pop(name, None)

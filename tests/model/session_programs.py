@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import assume, note
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model.further_rules import FurtherRules
 from model.program_parts import GENEROUS, Member, policies, refusing
 from parity.architectures import ARCHITECTURES
 from parity.oracle import same_bits
@@ -32,7 +33,7 @@ SECOND = "second"
 """The name of a further model, where there is one."""
 
 
-class SessionMachine(RuleBasedStateMachine):
+class SessionMachine(FurtherRules, RuleBasedStateMachine):
     """One session or several after each other on one store, and the reference of each model.
 
     Attributes:
@@ -63,8 +64,9 @@ class SessionMachine(RuleBasedStateMachine):
         self.stack.enter_context(mock.patch(RECORD_SIZES, (SMALL_RECORD_ELEMENTS,)))
         self.codec = codec
         self.stores = [self.directory / f"path{index}" for index in range(num_paths)]
-        self.activations = {"checkpoint": checkpoint, "offload": moved, "threshold": "1KiB",
-                            "memory": "64KiB"}  # fmt: skip
+        self.activations = {"checkpoint": checkpoint, "offload": moved}
+        if moved != "none":
+            self.activations |= {"threshold": "1KiB", "memory": "64KiB"}
         self.gradient_dtype = gradient_dtype
         main = Member("", ARCHITECTURES[name], dtype, gradient_dtype)
         self.members, self.at = [main], main

@@ -210,6 +210,27 @@ def test_the_runtime_finds_what_is_not_ordered(monkeypatch, order):
     device.close()
 
 
+def test_a_slot_is_filled_after_its_use_in_a_stream_that_nobody_has_waited_for(monkeypatch):
+    cuda = cuda_without_gpu.pretend(monkeypatch, tells=False)
+    device, side = make_device("cuda"), cuda.Stream(None)
+    device.open()
+    arena = Arena(4096)
+    arena.open()
+    region = device.allocate(4096)
+
+    with cuda.watching():
+        slot = device.tensor_over(region)
+        copy = device.copy_in(arena.whole(), slot)
+        with cuda.stream(side):
+            copy.wait()
+            slot + 1
+        del slot  # by a thread that computes in another stream
+        device.copy_in(arena.whole(), device.tensor_over(region)).wait()
+
+    assert cuda.races == []
+    device.close()
+
+
 def test_the_runtime_finds_an_update_that_does_not_wait_for_copies(tmp_path, monkeypatch, cuda):
     monkeypatch.setattr(HostUnits, "settle", lambda self: None)
 

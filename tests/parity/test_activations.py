@@ -110,6 +110,47 @@ def test_a_storage_that_is_saved_twice_is_moved_once(tmp_path, offload):
         assert same_bits(model.weight.grad.clone(), plain.weight.grad)
 
 
+def _of_cells(cell):
+    def body(h):
+        state = cell(h)
+        return cell(h * 2, state)[0] if isinstance(state, tuple) else cell(h * 2, state)
+
+    model = Body(body)
+    model.cell = cell
+    return model
+
+
+def _gates_changed_one_by_one(h):
+    """As a recurrent cell's: parts of one memory, each with a version counter of its own."""
+    parts = [part.exp_() for part in torch.unsafe_chunk(h * 1, 2, dim=1)]
+    return torch.cat([parts[0] * parts[1], parts[1]], dim=1)
+
+
+@pytest.mark.parametrize("offload", ["host", "storage"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _of_cells(nn.GRUCell(64, 64)),
+        lambda: _of_cells(nn.LSTMCell(64, 64)),
+        lambda: Body(_gates_changed_one_by_one),
+    ],
+    ids=["gru", "lstm", "parts"],
+)
+def test_tensors_over_one_memory_that_change_one_by_one_are_moved_one_by_one(
+    tmp_path, offload, make
+):
+    model, plain = build(make, dtype=None), build(make, dtype=None)
+    with _session(tmp_path, offload=offload) as session:
+        session.wrap(model)
+        x = _value(16, 64)
+
+        model(x).square().mean().backward()
+
+        plain(x).square().mean().backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(found.grad.clone(), expected.grad)
+
+
 @pytest.mark.parametrize("offload", ["host", "storage"])
 def test_changing_in_place_what_was_moved_raises_as_in_torch(tmp_path, offload):
     kept = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 from parity.models import SmallGPT, build, loss_of
@@ -120,3 +121,23 @@ def test_a_step_that_was_interrupted_as_it_took_updates_is_not_made_twice(tmp_pa
         for call in (optimizer.step, session.commit):
             with pytest.raises(offload.StoreError, match="between two steps"):
                 call()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_a_thread_of_updates_whose_start_was_interrupted_is_not_started_twice(tmp_path, overlap):
+    with open_session(tmp_path, budget_bytes=400_000, overlap=overlap) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        reference = Reference(build(SmallGPT), **OPTIONS)
+        session.save("none")
+        with ended_by(KeyboardInterrupt, threading.Thread, "start", after=1):
+            loss_of(model, 9).backward()
+            optimizer.step()
+        session.load("none")
+        model.zero_grad()
+
+        train_both(model, optimizer, reference, steps=3)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("offload-updates") <= 1
+        assert names.count("offload-early-updates") <= 1
+        require_equal_state(session, model, reference)

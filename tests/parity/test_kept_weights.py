@@ -214,6 +214,22 @@ def test_terms_of_more_weights_than_slots_are_refused_by_name(tmp_path, device):
             sum(layer.weight.square().sum() for layer in model.layers).backward()
 
 
+def test_a_refusal_that_no_budget_would_end_says_what_does(tmp_path, device):
+    plenty = {"device_memory": "16MiB"} if device == "emulated" else {}
+    with open_session(tmp_path, budget_bytes=16 << 20, **plenty) as session:
+        model = session.wrap(build(CustomFunctions))
+        layers = [*model.layers, model.head]
+        views = [layer.weight.detach() for layer in layers]
+
+        with pytest.raises(offload.BudgetError, match=r"drop those, or clone what is kept"):
+            model.loss(0)
+
+        clones = [view.clone() for view in views]
+        del views
+        model.loss(0)
+        assert all(map(same_bits, clones, (layer.weight for layer in layers)))
+
+
 def test_a_weight_that_a_digest_finds_kept_stays(tmp_path, device):
     model, plain = chain(), chain()
     with open_session(tmp_path, **with_three_slots(tmp_path, device)) as session:

@@ -1,6 +1,7 @@
 """What users do around a training loop has its plain effect, or is refused with what to do."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -65,6 +66,44 @@ def test_a_resume_goes_on_with_the_buffers_of_the_commit(tmp_path, placement):
         optimizer = session.AdamW(model.parameters())
 
         assert train(session, model, optimizer, range(3, 6)) == expected
+
+
+class CalledAgain(Nested):
+    """Another thread calls the model in the middle of a forward."""
+
+    other = None
+
+    def forward(self, x):
+        if self.other is not None:
+            thread = threading.Thread(target=self.other)
+            self.other = None
+            thread.start()
+            thread.join()
+        return super().forward(x)
+
+
+def test_a_call_in_a_second_thread_is_refused_and_the_first_goes_on(tmp_path):
+    x, errors = torch.ones(4, 32), []
+    expected = make_nested()(x)
+
+    with open_session(tmp_path) as session:
+        torch.manual_seed(0)
+        model = session.wrap(CalledAgain())
+
+        def call():
+            try:
+                model(x)
+            except offload.StoreError as error:
+                errors.append(str(error))
+
+        model.other = call
+        found = model(x)
+        again = threading.Thread(target=call)  # after the first has ended
+        again.start()
+        again.join()
+
+    assert same_bits(found, expected)
+    assert [error[:37] for error in errors] == ["cannot call a wrapped model in two th"]
 
 
 @pytest.mark.unified

@@ -3,6 +3,7 @@
 import pytest
 
 from offload.errors import ConfigError
+from offload.plan.machine import PathRates
 from offload.plan.machine_profile import (
     MachineProfile,
     PathProfile,
@@ -88,6 +89,18 @@ def test_the_default_file_lies_in_the_users_configuration(tmp_path, monkeypatch)
 
     assert found == tmp_path / "offload" / "machine.toml"
     assert default_file() is None
+
+
+@pytest.mark.parametrize("kind", ["profile", "rates"])
+def test_a_path_is_held_to_its_limit_both_ways_together(kind):
+    rates = {"read_bytes_per_s": 2.5e9, "write_bytes_per_s": 2e9, "mixed_bytes_per_s": 1.1e9}
+    path = NVME if kind == "profile" else PathRates(path="/a", **rates)
+
+    held = path.held_to(10**9)
+
+    assert (held.read_bytes_per_s, held.write_bytes_per_s) == (1e9, 1e9)
+    assert held.mixed_bytes_per_s == 0.5e9
+    assert path.held_to(None) == path == path.held_to(10**10)
 
 
 def _values(profile):

@@ -284,8 +284,9 @@ def test_a_batch_that_no_memory_holds_is_refused_with_what_to_lower(tmp_path):
     assert_refused(
         tmp_path,
         PlanError,
-        r"`train.batch` 999999999999 .*allocate memory.*lower",
-        "train.batch=999999999999",
+        r"`train.batch` 16777216 and `model.context` 4096, .*allocate memory.*lower",
+        "train.batch=16777216",
+        "model.context=4096",
     )
 
 

@@ -1,0 +1,196 @@
+"""What the steps of a run use and move, by how its model is arranged."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offload.config import Config
+from offload.plan.gradients import spilled_bytes_of
+from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
+from offload.plan.link import LinkTraffic, link_traffic
+from offload.plan.rhythm import Before, Rhythm
+from offload.plan.traffic import (
+    ModelBytes,
+    StepTraffic,
+    cached_state_bytes,
+    step_traffic,
+    updated_records,
+)
+from offload.plan.uses import Reads, Uses, reads_of
+from offload.runs.rehearsal import RehearsedModel, uses_by_modules
+from offload.sizes import parse_duration
+from offload.streaming.arrangement import Arrangement
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSteps:
+    """The steps of a run under its policy."""
+
+    config: Config
+    arrangement: Arrangement
+    uses: Uses
+    """Which units a micro-step uses, in order."""
+    without_gradient: frozenset[str]
+    """Names of trainable parameters that get none."""
+
+    @staticmethod
+    def of(config: Config, model: RehearsedModel, arrangement: Arrangement) -> "PlannedSteps":
+        """Returns the steps of the run's model.
+
+        Args:
+            config: Of the run.
+            model: Of the run.
+            arrangement: Of the model.
+        """
+        return PlannedSteps(
+            config=config,
+            arrangement=arrangement,
+            uses=_uses(config, model, arrangement),
+            without_gradient=_without_gradient(config, model, arrangement),
+        )
+
+    @cached_property
+    def reads(self) -> Reads:
+        """How often the passes of a micro-step read each unit."""
+        return reads_of(self.uses, self._num_slots, tiled=self.arrangement.discovered.wide)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the units that a backward finds in their slots, or does not ask for."""
+        units = self.arrangement.layout.units
+        return frozenset(u.name for i, u in enumerate(units) if not self.reads.backward[i])
+
+    @property
+    def carried(self) -> str | None:
+        """Name of the unit that forwards after a step's first find in its slot; None: no such."""
+        index = self.reads.carried
+        return None if index is None else self.arrangement.layout.units[index].name
+
+    @cached_property
+    def handed_over(self) -> frozenset[str]:
+        """Subgroups that go from their update into a slot, in a usual step."""
+        return self._handed_over_after(_usually_before(self.config))
+
+    @cached_property
+    def model_bytes(self) -> ModelBytes:
+        """Of what the steps update."""
+        return ModelBytes.of(self.arrangement.layout, without_gradient=self.without_gradient)
+
+    def traffic(self) -> StepTraffic:
+        """Returns the bytes that a usual step moves."""
+        config, layout, reads = self.config, self.arrangement.layout, self.reads
+        micro_steps = config.train.micro_steps
+        first = reads.kept_forward_bytes(layout) + handed_over_bytes(layout, self.handed_over)
+        later = [reads.kept_forward_bytes(layout, is_first=False)] * (micro_steps - 1)
+        cached_bytes = spilled_bytes = 0
+        if config.offload:
+            host, without = self.arrangement.host, self.without_gradient
+            cached_bytes = cached_state_bytes(
+                layout, config.policy.order, host.num_cached, without_gradient=without
+            )
+            spilled_bytes = spilled_bytes_of(layout, host.gradients, without)
+        return step_traffic(
+            self.model_bytes,
+            parameters=config.parameter_tier,
+            optimizer=config.optimizer_tier,
+            micro_steps=micro_steps,
+            cached_state_bytes=cached_bytes,
+            kept_forward_bytes=[first, *later],
+            kept_backward_bytes=[reads.kept_backward_bytes(layout)] * micro_steps,
+            spilled_gradient_bytes=spilled_bytes,
+        )
+
+    def rhythm(self) -> Rhythm:
+        """Returns what happens between the steps; what goes by the clock is not foreseen."""
+        config, layout = self.config, self.arrangement.layout
+        rhythm = Rhythm(
+            validation=config.train.eval_every,
+            commits=tuple(each for each in commit_intervals(config) if isinstance(each, int)),
+        )
+        kinds = rhythm.kinds
+        if len(kinds) == 1:
+            return rhythm
+        usual_bytes = handed_over_bytes(layout, self.handed_over)
+        more = {
+            kind: usual_bytes - handed_over_bytes(layout, self._handed_over_after(kind))
+            for kind in kinds
+        }
+        return replace(rhythm, more_read_bytes=more)
+
+    def link(self) -> LinkTraffic | None:
+        """Returns the bytes of a step to and from a device; None where there is no link."""
+        config, layout, reads = self.config, self.arrangement.layout, self.reads
+        if config.tiers.device.kind == "cpu":
+            return None
+        return link_traffic(
+            layout,
+            parameters=config.parameter_tier,
+            gradient_dtype=config.train.gradient_dtype,
+            micro_steps=config.train.micro_steps,
+            kept_forward_bytes=reads.kept_forward_bytes(layout),
+            kept_later_bytes=reads.kept_forward_bytes(layout, is_first=False),
+            kept_backward_bytes=reads.kept_backward_bytes(layout),
+            adds_on_device=config.tiers.device.kind == "cuda",
+        )
+
+    @property
+    def _num_slots(self) -> int:
+        """How many slots the units of the run have where it computes."""
+        arrangement = self.arrangement
+        slots = arrangement.device if has_device_memory(self.config) else arrangement.host
+        return slots.num_slots if self.config.offload else 0
+
+    def _handed_over_after(self, before: Before) -> frozenset[str]:
+        """Returns the subgroups that go from their update into a slot, in a step after `before`."""
+        policy, arrangement = self.config.policy, self.arrangement
+        if not self.config.offload or policy.parameters != "storage":
+            return frozenset()
+        if before == "validation":  # its forward takes them
+            return frozenset()
+        host, layout = arrangement.host, arrangement.layout
+        updated = {record.name for record in updated_records(layout, self.without_gradient)}
+        under_forward = records_under_forward(layout, policy.order, policy.overlap, host.num_cached)
+        return handed_over(
+            layout,
+            # Where the device has memory of its own they come through the slots in the host's.
+            min(self._num_slots, host.num_slots),
+            records=under_forward & updated,
+            uses=self.uses,
+            tiled=arrangement.discovered.wide_names,
+            is_finished_at_once=before == "commit",
+        )
+
+
+def has_device_memory(config: Config) -> bool:
+    """Returns whether the run has a device budget: its device has memory of its own."""
+    return config.offload and config.tiers.device.kind != "cpu"
+
+
+def commit_intervals(config: Config) -> tuple[float | int, ...]:
+    """Returns those of commits and of checkpoints: seconds, or steps where it is an `int`."""
+    every = (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    return tuple(parse_duration(each) if isinstance(each, str) else each for each in every)
+
+
+def _uses(config: Config, model: RehearsedModel, arrangement: Arrangement) -> Uses:
+    if config.policy.parameters == "storage" or has_device_memory(config):
+        return model.uses(arrangement.discovered)
+    # Passes read nothing: a rehearsal would take a second for a large model.
+    return uses_by_modules(model.module, arrangement.discovered)
+
+
+def _without_gradient(
+    config: Config, model: RehearsedModel, arrangement: Arrangement
+) -> frozenset[str]:
+    """Returns the names of trainable parameters that get no gradient; models of ours have none."""
+    tiers = (config.parameter_tier, config.optimizer_tier)
+    if config.model.factory is None or "storage" not in tiers:
+        return frozenset()
+    return model.without_gradient(arrangement.discovered)
+
+
+def _usually_before(config: Config) -> Before:
+    """Returns what every step begins after."""
+    if config.train.eval_every == 1:
+        return "validation"
+    is_each = 1 in (config.tiers.storage.commit_every, config.checkpoint.save_every)
+    return "commit" if is_each else "step"
