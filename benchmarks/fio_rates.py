@@ -14,9 +14,6 @@ DEPTHS = (8, 16, 64)
 ENGINES = ("libaio", "io_uring")
 MOST_BYTES = 64 << 20
 """In flight each way: more gains nothing, and the engine's window would have twice as much."""
-RAMP_MS = 300
-"""Before each measurement: what throttles a path lets it catch up for a tenth of a second after a
-pause, and no step goes on at such a rate."""
 SWEEP_MS = 400
 
 
@@ -38,15 +35,15 @@ class FioFiles:
 
 
 def best_setting(files, *, ms=SWEEP_MS):
-    """Returns the setting that moves most both ways at once: the best four again three times."""
+    """Returns the setting that moves most both ways at once: the best three again twice."""
     settings = [
         FioSetting(engine=engine, block=block, depth=depth)
         for engine, block, depth in product(ENGINES, BLOCKS, DEPTHS)
     ]
     settings = [each for each in settings if each.block_bytes * each.depth <= MOST_BYTES]
     found = {each: sum(both_ways(files, each, ms=ms)) for each in settings}
-    finalists = sorted(settings, key=found.__getitem__, reverse=True)[:4]
-    for _, setting in product(range(3), finalists):
+    finalists = sorted(settings, key=found.__getitem__, reverse=True)[:3]
+    for _, setting in product(range(2), finalists):
         files = files.swapped()
         found[setting] = max(found[setting], sum(both_ways(files, setting, ms=ms)))
     return max(finalists, key=found.__getitem__)
@@ -78,7 +75,8 @@ def equal_rate(both, alone):
 def one_way(files, rw, *, setting, ms):
     """Returns bytes/s of one direction alone."""
     file = files.read if rw == "read" else files.written
-    return bandwidth(run_fio(file, rw, setting, size=files.size, options=timed(ms)), rw)
+    job = run_fio(file, rw, setting, size=files.size, options=timed(ms))
+    return bandwidth(job, rw)
 
 
 def both_ways(files, setting, *, ms):
@@ -89,10 +87,11 @@ def both_ways(files, setting, *, ms):
 
 
 def timed(ms):
-    return ("--time_based", f"--runtime={ms}ms", f"--ramp_time={RAMP_MS}ms")
+    return ("--time_based", f"--runtime={ms}ms")
 
 
 def bandwidth(job, rw):
+    """Returns bytes/s; what was in flight at the end counts, and the time in which that ended."""
     return float(job[rw]["bw_bytes"])
 
 

@@ -10,7 +10,7 @@ as it paces the engine's own calls and no other program's. With `--throttled` th
 loop devices these rates, full duplex (needs root and cgroup v1); with `--raw` the drive is as it
 is. Then fio reads one file and writes another between any two steps, for the drive with its best
 setting of a sweep, whose block size and depth the engine has there too, and a copy past the caches
-measures memory. Prints one JSON object.
+measures memory. Prints one JSON object, and each part of it on standard error when it is there.
 """
 
 import argparse
@@ -46,7 +46,10 @@ MB = 10**6
 MIB = 1 << 20
 RATES = (400, 200)
 THROTTLED_FIO_BYTES = 128 * MIB
-THROTTLED_FIO_MS = 600
+THROTTLED_FIO = FioSetting(block="256k")
+THROTTLED_FIO_MS = 2000
+"""A limit is kept over slices of a tenth of a second, and one more of them after a pause: in 600 ms
+and with 16 MiB in flight fio has 220 MB/s of 200, so in 2 s and with 4 MiB 200 to 207."""
 RAW_FIO_MS = 1500
 """About as long as a step."""
 
@@ -87,7 +90,7 @@ def measure_kind(arguments):
             mounts = [path.mount for path in paths]
             with all_laid_out(mounts, size=THROTTLED_FIO_BYTES) as files:
                 ms = arguments.fio_ms or THROTTLED_FIO_MS
-                return against_fio(files, arguments, setting=FioSetting(), ms=ms)
+                return against_fio(files, arguments, setting=THROTTLED_FIO, ms=ms)
     with work_directories(arguments.directory) as paths:
         if not arguments.raw:
             return emulated(paths, arguments)
@@ -165,7 +168,7 @@ def emulated(paths, arguments):
                 for path, rate, both in zip(paths, rates, mixed, strict=True)
             )
             report = measure(paths, arguments, share, machine=machine, faults=faults)
-            found[f"{duplex} duplex, f = {share}"] = figures(report)
+            found[f"{duplex} duplex, f = {share}"] = noted(figures(report))
     return found
 
 
@@ -183,7 +186,7 @@ def against_fio(files, arguments, *, setting, ms):
             machine=machines[0],
             on_step=lambda *_, fio=fio, machines=machines: machines.append(fio.machine_now()),
         )
-        found[f"f = {share}"] = figures(report) | by_step(report, machines)
+        found[f"f = {share}"] = noted(figures(report) | by_step(report, machines))
     return found
 
 
@@ -216,6 +219,12 @@ class FioInTurns:
 
     def machine_now(self):
         return memory_of(self.rates_now())
+
+
+def noted(figures):
+    """Shows at once, on standard error, what minutes have measured."""
+    print(json.dumps(figures), file=sys.stderr, flush=True)
+    return figures
 
 
 def by_step(report, machines):

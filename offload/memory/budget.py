@@ -29,6 +29,7 @@ class Budget:
 
     Attributes:
         purpose: What it is for, among the leases of the budget that it is a part of.
+        lock: What leases and releases take, of the budget and of all that lease from it.
 
     Concurrency: Any thread.
     """
@@ -44,7 +45,7 @@ class Budget:
         self.purpose = "a model"
         self._within = within
         # One for all parts; a dying storage releases from inside any allocation.
-        self._lock: threading.RLock = threading.RLock() if within is None else within._lock
+        self.lock: threading.RLock = threading.RLock() if within is None else within.lock
         self._leased = Counter[str]()
         self._followed: list[weakref.ref[Leasing]] = []
         self._peak_bytes = 0
@@ -74,7 +75,7 @@ class Budget:
             BudgetError: They do not fit; the context is not entered.
         """
         within = self._within
-        with self._lock:
+        with self.lock:
             if self.leased_bytes + num_bytes > self.capacity_bytes:
                 raise BudgetError(self._refusal(num_bytes, purpose))
             with contextlib.nullcontext() if within is None else within.leasing(num_bytes, purpose):
@@ -92,7 +93,7 @@ class Budget:
 
     def release(self, num_bytes: int, purpose: str) -> None:
         """Gives back what `lease` took under the same purpose."""
-        with self._lock:
+        with self.lock:
             self._leased[purpose] -= num_bytes
 
     def _leased_for(self) -> Counter[str]:

@@ -10,7 +10,6 @@ nothing refers to its bytes. Counts that an interrupt left half made are made an
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +47,9 @@ class SlotPool(Generic[R]):
         self.num_slots = len(region) // slot_bytes if slot_bytes else 0
         self.purpose = purpose
         self._budget = budget
-        self._lock = threading.RLock()  # a dying storage releases from inside any allocation
+        # The budget's, as it is taken inside: a dying storage releases from inside any allocation,
+        # such as one under the lock of another pool.
+        self._lock = budget.lock
         self._regions = [
             cast(R, region[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(self.num_slots)
         ]

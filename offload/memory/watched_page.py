@@ -22,7 +22,7 @@ class WatchedPage:
     """One page that shows a file's bytes until the first write, which gives it a page of its own.
 
     So a write shows that leaves every byte what it was. `mlockall` gives all pages of a process
-    their own at once, as if they were written to.
+    their own at once, one too that nobody writes to: from then on writes don't show.
 
     Attributes:
         memory: The page's bytes, writable.
@@ -42,17 +42,28 @@ class WatchedPage:
         finalizer = weakref.finalize(self.memory, _c_library().munmap, address, _PAGE_BYTES)
         finalizer.atexit = False
         self._address = address
-        if self.memory[: len(content)].tobytes() != content or self.was_written:
+        if self.memory[: len(content)].tobytes() != content or self._is_own:
             raise OSError("pages of this process are its own before they are written to")
 
     @property
     def was_written(self) -> bool:
-        """Whether anything was written to the page since it was made."""
+        """Whether anything was written to the page since it was made, as far as the kernel tells.
+
+        Raises:
+            OSError: It does not tell any more, or the process has no descriptor left.
+        """
+        return self._is_own and not _untouched()._is_own
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the page is the process's own, and not the file's."""
         file = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         try:
             read = os.pread(file, _ENTRY_BYTES, self._address // _PAGE_BYTES * _ENTRY_BYTES)
         finally:
             os.close(file)
+        if len(read) != _ENTRY_BYTES:
+            raise OSError(f"the page map has {len(read)} of {_ENTRY_BYTES} bytes of a page")
         (entry,) = struct.unpack("=Q", read)
         return bool(entry & (_IS_PRESENT | _IS_SWAPPED)) and not entry & _IS_OF_FILE
 
@@ -60,9 +71,16 @@ class WatchedPage:
 def try_watch(content: bytes) -> WatchedPage | None:
     """Returns a page that begins with `content`; None where the kernel does not tell of writes."""
     try:
+        _untouched()
         return WatchedPage(content)
     except OSError:
         return None
+
+
+@functools.cache
+def _untouched() -> WatchedPage:
+    """Returns the page of the process that nobody writes to."""
+    return WatchedPage(b"")
 
 
 def _map_private(content: bytes) -> int:

@@ -154,10 +154,6 @@ class MachineProfile:
         found = (run for run in self.runs if (run.shape, run.threads) == (shape, threads))
         return next(found, None)
 
-    def with_paths(self, measured: Iterable[PathProfile]) -> "MachineProfile":
-        """Returns a profile in which `measured` take the place of what was known of them."""
-        return self.merged(MachineProfile(paths=tuple(measured)))
-
     def merged(self, newer: "MachineProfile") -> "MachineProfile":
         """Returns a profile in which what `newer` has takes the place of what was known."""
         return MachineProfile(
@@ -212,7 +208,7 @@ def parse_profile(text: str, *, source: str) -> MachineProfile:
         values = tomllib.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"`schema` is {values.get('schema')!r}")
-        for name in values.keys() - {"schema", *_TABLES}:
+        for name in sorted(values.keys() - {"schema", *_TABLES}):
             raise ValueError(f"`{name}` is not known")
         tables = {
             name: tuple(_parse(kind, each) for each in values.get(name, []))

@@ -52,7 +52,7 @@ class UsableMemory:
                 )
         tiers = "host memory"
         if device_bytes:
-            tiers = f"the host tier and, {format_size(device_bytes)}, of the emulated device's"
+            tiers = f"the host tier and the emulated device, {format_size(device_bytes)} its own"
         raise PlanError(
             f"the plan takes more memory than there is: expected no more than {self.describe()}, "
             f"found {taken_bytes} bytes ({format_size(taken_bytes)}) of {tiers}; {remedy}"

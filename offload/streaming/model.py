@@ -7,7 +7,6 @@ what is recorded refers to parameters, whose units then stay in their slots unti
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,17 +122,18 @@ class StreamedModel:
         if self._hooks is None or is_in_backward():
             return run()
         this, key = threading.get_ident(), "the thread that runs the model"
-        owner = self._running.setdefault(key, this)  # one step, between which no thread comes
-        if owner != this:
-            raise StoreError(
-                "cannot call a wrapped model in two threads at one time: expected no call of it, "
-                f"found one of thread {owner}; wait until that has ended, such as with a lock"
-            )
         is_outermost = self._depth == 0
         try:
+            owner = self._running.setdefault(key, this)  # one step, between which no thread comes
+            if owner != this:
+                raise StoreError(
+                    "cannot call a wrapped model in two threads at one time: expected no call of "
+                    f"it, found one of thread {owner}; wait until that has ended, such as with a "
+                    "lock"
+                )
             return run()
         finally:
-            if is_outermost:
+            if is_outermost and self._running.get(key) == this:
                 self._running.clear()
 
     def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
@@ -261,8 +261,10 @@ class _Attachment:
         self.is_unit = is_unit
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = functools.partial(self._model.run, call, self.units, self.is_unit, args, kwargs)
-        return self._model.run_alone(run) if self._is_root else run()
+        model, units, is_unit = self._model, self.units, self.is_unit
+        if not self._is_root:
+            return model.run(call, units, is_unit, args, kwargs)
+        return model.run_alone(lambda: model.run(call, units, is_unit, args, kwargs))
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         self._model.fill_state_dict(module, values, prefix)

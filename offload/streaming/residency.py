@@ -291,9 +291,15 @@ class Residency:
         unit.note_look(parameter_id)
 
     def copy_of(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns a parameter's values in host memory of their own, which no budget covers."""
-        unit, values = self.units[index], torch.empty(parameter.shape, dtype=parameter.dtype)
+        """Returns a parameter's values in host memory of their own, which no budget covers.
+
+        Raises:
+            StoreError: The user wrote to the parameter while it was absent.
+        """
+        unit = self.units[index]
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         if unit.is_wide and unit.state is CopyState.ABSENT:  # the device may not hold it
+            require_untouched(unit.bindings, reads_values=True)
             with filling_slots():
                 self.parts.copy_whole(unit, values.view(-1).view(torch.uint8))
         else:

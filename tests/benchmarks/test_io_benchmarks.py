@@ -72,7 +72,7 @@ def test_an_update_on_emulated_paths_is_compared_with_its_bound(tmp_path):
 def test_an_update_on_the_drive_as_it_is_is_compared_with_fio_step_by_step(tmp_path):
     done = run_script(
         "update_bound.py", "--raw", tmp_path, "--parameters", "3e6", "--steps", "2",
-        "--shares", "0", "--fio-ms", "50",
+        "--shares", "0", "--fio-ms", "300",
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

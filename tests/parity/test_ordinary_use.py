@@ -327,7 +327,7 @@ def test_a_model_is_wrapped_by_one_session_only(tmp_path):
 
 @pytest.mark.parametrize("parameters", ["storage", "host", "device"])
 def test_a_default_device_is_for_tensors_of_the_program_alone(tmp_path, parameters):
-    digests = []
+    digests, values = [], []
     for index, default in enumerate((torch.device("meta"), contextlib.nullcontext())):
         model = build(SmallGPT)
         with open_session(tmp_path / str(index), (parameters, "storage")) as session:
@@ -344,5 +344,7 @@ def test_a_default_device_is_for_tensors_of_the_program_alone(tmp_path, paramete
             with default:
                 session.commit()
                 digests.append(session.state_digest())
+                values.append({n: v.clone() for n, v in model.state_dict().items()})
 
     assert digests[0] == digests[1]
+    assert all(same_bits(each, values[1][name]) for name, each in values[0].items())

@@ -384,6 +384,17 @@ def test_a_whole_weight_whose_reading_failed_is_read_again(tmp_path, monkeypatch
         assert same_bits(model.state_dict()["head.weight"], build().head.weight)
 
 
+def test_a_write_to_an_absent_weight_is_found_by_a_state_dict(tmp_path):
+    with open_wide(tmp_path) as session:
+        model = session.wrap(build())
+        weight = dict(model.named_parameters())["head.weight"]
+
+        weight.data.zero_()
+
+        with pytest.raises(offload.StoreError, match=r"cannot fetch parameter `head\.weight`"):
+            model.state_dict()
+
+
 def test_a_store_goes_on_with_the_pieces_that_it_began_with(tmp_path):
     model = build()
     with open_wide(tmp_path) as session:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,40 @@ def test_slots_of_a_pool_that_is_gone_are_leased_no_more() -> None:
 
     assert slot is not None
     assert budget.leased_bytes == 0
+
+
+class ToldOf(Budget):
+    """Tells who asks it for memory."""
+
+    asked = threading.Event()
+
+    def leasing(self, num_bytes, purpose):  # type: ignore[no-untyped-def]
+        self.asked.set()
+        return super().leasing(num_bytes, purpose)
+
+
+def test_a_slot_that_comes_back_within_a_lease_waits_for_no_thread_that_waits_for_it() -> None:
+    arena = Arena(8192)
+    arena.open()
+    budget = ToldOf(8192, tier="host")
+    pool = SlotPool(arena.take(8192), slot_bytes=4096, budget=budget, purpose="slots")
+    slots = [pool.try_lease()]
+    lease = threading.Thread(target=pool.try_lease, daemon=True)
+
+    def lease_more() -> None:
+        with budget.leasing(0, "another pool"):
+            budget.asked.clear()
+            lease.start()
+            budget.asked.wait(0.2)  # where it asks only once it has the lock, it never does
+            slots.clear()
+
+    more = threading.Thread(target=lease_more, daemon=True)
+    more.start()
+    for thread in more, lease:
+        thread.join(10)
+
+    assert not more.is_alive()
+    assert not lease.is_alive()
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["of a model", "of its own"])

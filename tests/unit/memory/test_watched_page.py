@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offload.memory import try_watch
+from offload.memory import try_watch, watched_page
 
 
 def test_a_page_that_is_only_read_was_not_written():
@@ -70,6 +70,22 @@ def test_none_is_given_where_the_kernel_does_not_tell(monkeypatch):
     monkeypatch.setattr(os, "pread", refuse)
 
     assert try_watch(b"\1") is None
+
+
+def test_none_is_given_where_the_page_map_ends_before_the_page(monkeypatch):
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+
+    assert try_watch(b"\1") is None
+
+
+def test_pages_that_the_kernel_gave_the_process_are_not_taken_for_written(monkeypatch):
+    page, untouched = try_watch(b"\1"), try_watch(b"")
+    monkeypatch.setattr(watched_page, "_untouched", lambda: untouched)
+
+    for each in page, untouched:  # as `mlockall` does
+        each.memory[0] = each.memory[0]
+
+    assert not page.was_written
 
 
 def refuse(*_):

@@ -44,7 +44,7 @@ def test_new_measurements_replace_those_of_the_same_path():
     newer = PathProfile(**(_values(NVME) | {"queue_depth": 4}))
     other = PathProfile(**(_values(NVME) | {"path": "/other"}))
 
-    merged = MachineProfile(paths=(NVME, other)).with_paths([newer])
+    merged = MachineProfile(paths=(NVME, other)).merged(MachineProfile(paths=(newer,)))
 
     assert merged.paths == (newer, other)
 

@@ -69,8 +69,8 @@ def test_settings_that_no_engine_can_have_are_named_with_their_path(tmp_path, ch
 
 
 def test_nominal_rates_are_those_of_the_profile_held_to_the_limits(tmp_path):
-    known = profile(tmp_path / "a", mixed_bytes_per_s=3e8).with_paths(
-        profile(tmp_path / "b", mixed_bytes_per_s=1e8).paths
+    known = profile(tmp_path / "a", mixed_bytes_per_s=3e8).merged(
+        profile(tmp_path / "b", mixed_bytes_per_s=1e8)
     )
     paths = [tmp_path / "a" / "store", tmp_path / "b" / "store"]
 
