@@ -61,3 +61,10 @@ def test_what_backward_ends_with_and_forward_begins_with_is_carried_over():
     assert reads_of(uses_of([0, 1], [1, 0]), 1).carried == 0
     assert reads_of(uses_of([0, 1], [1]), 1).carried is None
     assert reads_of(uses_of([0, 1], [1, 0]), 1, tiled={0}).carried is None
+
+
+def test_a_forward_after_another_one_finds_what_that_left():
+    found = reads_of(uses_of([0, 1, 0], [0, 1]), 1)
+    assert found.forward == {0: 2, 1: 1}
+    assert found.forward_again == {0: 1, 1: 1}
+    assert reads_of(uses_of([0, 1], [1, 0]), 2).forward_again == {}
