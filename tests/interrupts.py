@@ -1,18 +1,28 @@
 """Ctrl-C at a chosen line of the project's code."""
 
+import contextlib
 import itertools
 import sys
 from pathlib import Path
+
+import pytest
 
 import offload
 
 _ROOT = str(Path(offload.__file__).parent)
 _FINALIZERS = "weakref.py"
 """What ends in a finalizer is no interrupt: Python prints it and goes on."""
+_OUR_FINALIZERS = ("_take_back", "_end_request")
+"""Functions that are finalizers themselves."""
 
 
-def interrupted_at(number, call):
+def interrupted_at(number, call, *, file=""):
     """Calls `call`, interrupted before it runs line `number` of the project in this thread.
+
+    Args:
+        number: Of the line, from 1.
+        call: Takes nothing.
+        file: Ends the name of those whose lines are counted; all by default.
 
     Returns:
         Where that was; None where fewer lines ran.
@@ -20,7 +30,8 @@ def interrupted_at(number, call):
     lines, where = itertools.count(1), []
 
     def enter(frame, event, _):
-        is_ours = frame.f_code.co_filename.startswith(_ROOT)
+        name = frame.f_code.co_filename
+        is_ours = name.startswith(_ROOT) and name.endswith(file)
         return follow if event == "call" and is_ours and not _is_finalizer(frame) else None
 
     def follow(frame, event, _):
@@ -42,10 +53,27 @@ def interrupted_at(number, call):
     return where[0] if where else None
 
 
-def num_lines(call):
-    """Returns how many lines of the project `call` runs in this thread."""
+@contextlib.contextmanager
+def ended_by(error, owner, name, *, after):
+    """Raises `error` in what runs in this context, as a method's call number `after` ends."""
+    plain, counter = getattr(owner, name), itertools.count(1)
+
+    def call(*args, **options):
+        result = plain(*args, **options)
+        if next(counter) == after:
+            raise error
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        with pytest.raises(error):
+            yield
+
+
+def num_lines(call, *, file=""):
+    """Returns how many lines of the project, or of its `file`, `call` runs in this thread."""
     lines = itertools.count()
-    assert interrupted_at(_Never(lines), call) is None
+    assert interrupted_at(_Never(lines), call, file=file) is None
     return next(lines)
 
 
@@ -65,7 +93,7 @@ class _Never:
 def _is_finalizer(frame):
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith(_FINALIZERS) or code.co_name == "_take_back":
+        if code.co_filename.endswith(_FINALIZERS) or code.co_name in _OUR_FINALIZERS:
             return True
         frame = frame.f_back
     return False

@@ -180,13 +180,13 @@ class Queue:
         out = self._ffi.new("struct ofl_aio_request **")
         try:
             _raise_if(self._lib.ofl_aio_submit(self._queue, transfer, out), "ofl_aio_submit")
-            return Request(self._lib, self._ffi.gc(out[0], self._end))
+            return Request(self._lib, self._ffi.gc(out[0], self._end_request))
         except BaseException:
             if out[0]:  # an interrupt: nobody knows of the transfer
                 self._lib.ofl_aio_wait(out[0], -1)
             raise
 
-    def _end(self, request: Any) -> None:
+    def _end_request(self, request: Any) -> None:
         """Gives a request up; its memory may go next, so it has to be over."""
         self._lib.ofl_aio_wait(request, -1)
         self._lib.ofl_aio_release(request)

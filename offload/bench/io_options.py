@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import ConfigError
+from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.sizes import GIB, format_size, parse_size
 from offload.storage.paths import BACKENDS
 
@@ -89,6 +90,10 @@ def _check(options: IoOptions) -> None:
     if options.tune and options.patterns != PATTERNS:
         found = ",".join(options.patterns)
         raise _wrong("--rw", f"{','.join(PATTERNS)} with `--tune`, which notes all of them", found)
+    unaligned = [size for size in options.block_bytes if size % TRANSFER_ALIGNMENT]
+    if options.tune and unaligned:
+        expected = f"multiples of {TRANSFER_ALIGNMENT} with `--tune`, as runs take what is best"
+        raise _wrong("--bs", expected, ", ".join(map(str, unaligned)))
     largest = max(options.block_bytes, default=0)
     if options.size_bytes < max(largest, 1 << 20):
         raise _wrong("--size", "1 MiB or more, and not less than --bs", options.size_bytes)

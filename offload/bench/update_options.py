@@ -122,9 +122,10 @@ def check_options(options: UpdateOptions) -> None:
             "place; leave `--commit-every` out"
         )
     resolve_order(options.order)
-    resolve_striping(options.striping)
+    # The baselines share as they do, whatever is asked for.
+    num_paths = len(options.paths) if options.baseline == "engine" else None
+    resolve_striping(options.striping, num_paths=num_paths)
     _check_overlap(options)
-    _check_ratio(options)
 
 
 def _check_paths(paths: Sequence[Path]) -> None:
@@ -142,15 +143,6 @@ def _check_paths(paths: Sequence[Path]) -> None:
         raise ConfigError(
             "cannot measure updates: expected each `--path` once, found "
             f"{', '.join(f'`{path}`' for path in paths)}; name each path once"
-        )
-
-
-def _check_ratio(options: UpdateOptions) -> None:
-    _, *ratio = options.striping.split(":")
-    if ratio and options.baseline == "engine" and len(ratio) != len(options.paths):
-        raise ConfigError(
-            f"cannot measure updates with `--striping` {options.striping}: expected one number for "
-            f"each of {len(options.paths)} `--path`, found {len(ratio)}; change it"
         )
 
 

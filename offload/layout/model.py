@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from offload.errors import StoreError
+from offload.errors import ConfigError, StoreError
 from offload.layout.codec import WHOLE_RULE
 from offload.layout.parameters import ParameterFacts, UnitFacts
 from offload.layout.records import Record, Subgroup, gather_records, split_shard
@@ -14,6 +14,8 @@ from offload.layout.units import FlatShard, PlacedParameter, Unit, lay_out_unit
 RECORD_ELEMENTS = 1 << 20
 """Elements of a record: 12 MiB of state and parameters under `split`. Large enough for full
 transfer rates, small enough for a dozen in a window of some hundred MiB."""
+MOST_RECORDS = 1 << 20
+"""Of a model: 1.1e12 parameters, with records of the usual size. To plan more takes minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class ModelLayout:
     def num_parameters(self) -> int:
         return sum(placed.facts.num_elements for _, placed in self.parameters.values())
 
-    @property
+    @cached_property
     def trainable_elements(self) -> int:
         """P of the traffic formula: elements of trainable flat shards, gaps included."""
         return sum(s.num_elements for s in self.shards.values() if s.is_trainable)
@@ -190,11 +192,26 @@ def build_layout(
         record_elements: Elements of a subgroup and of a record, at most about.
         rule: The update rule.
         whole: Parameters that are updated as whole matrices instead.
+
+    Raises:
+        ConfigError: It has more than `MOST_RECORDS` records.
     """
-    return ModelLayout(
+    layout = ModelLayout(
         units=tuple(lay_out_unit(unit, whole=whole) for unit in units),
         codec=codec,
         record_elements=record_elements,
         rule=rule,
         whole=whole,
     )
+    _require_moderate(layout)
+    return layout
+
+
+def _require_moderate(layout: ModelLayout) -> None:
+    elements = sum(shard.num_elements for shard in layout.shards.values())
+    if elements > MOST_RECORDS * layout.record_elements:
+        raise ConfigError(
+            f"cannot lay out a model of {elements} parameters: expected at most "
+            f"{MOST_RECORDS * layout.record_elements}, {MOST_RECORDS} records of "
+            f"{layout.record_elements}; make the model smaller"
+        )

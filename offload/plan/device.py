@@ -1,5 +1,6 @@
 """How the budget of a device with memory of its own is cut: all units, or slots for some."""
 
+import math
 from dataclasses import dataclass
 
 from offload.errors import PlanError
@@ -10,9 +11,10 @@ from offload.plan.tiles import slot_bytes_of
 from offload.sizes import format_size
 
 _SUM_BYTES = 8
-_FEWEST_COLUMNS = 64
-_MOST_COLUMNS = 1 << 18
-"""2 MiB: the sums over 1 GiB are 1,024 operations, each long enough to hide its start."""
+_WORDS_BYTES = 8
+_SUMS_PER_COLUMN = 2 * 5
+"""Of a row and a column: its sum, and of each half of it the number that it counts with and what
+that gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,9 @@ def plan_device(
     """
     if parameters == "device":
         resident_bytes = sum(unit.num_bytes for unit in layout.units)
-        sums_bytes = _SUM_BYTES * (sum_columns(layout) + 2 * len(layout.shards))
+        largest_bytes = max((shard.padded_bytes for shard in layout.shards.values()), default=0)
+        sums_bytes = sum_work_bytes(sum_columns(largest_bytes))
+        sums_bytes += 2 * _SUM_BYTES * len(layout.shards)
         return DevicePlan(
             budget_bytes=budget_bytes,
             slot_bytes=0,
@@ -109,11 +113,17 @@ def plan_device(
     )
 
 
-def sum_columns(layout: ModelLayout) -> int:
-    """Returns the columns in which the bytes of parameters on a device are summed.
+def sum_columns(num_bytes: int) -> int:
+    """Returns the columns in which at most `num_bytes` of a device's memory are summed.
 
-    As many as keep the number of sums small, and within a 32nd of the parameters; a power of two.
+    The least prime that is no less than the rows are.
     """
-    num_words = sum(unit.num_bytes for unit in layout.units) // 4
-    most = max(num_words // 64, _FEWEST_COLUMNS)
-    return int(min(1 << (most.bit_length() - 1), _MOST_COLUMNS))
+    columns = max(math.isqrt(num_bytes // _WORDS_BYTES) + 1, 2)
+    while not all(columns % factor for factor in range(2, math.isqrt(columns) + 1)):
+        columns += 1
+    return columns
+
+
+def sum_work_bytes(num_columns: int) -> int:
+    """Returns the bytes of a device that it takes to sum others in so many columns."""
+    return _SUM_BYTES * _SUMS_PER_COLUMN * num_columns

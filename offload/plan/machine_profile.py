@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offload.errors import ConfigError
+from offload.layout.units import TRANSFER_ALIGNMENT
 
 SCHEMA = 1
 MARK = "# written by `offload bench io --tune`"
@@ -282,6 +283,8 @@ def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
             least = 1 if name.endswith("_per_s") else 0
             if not least <= value <= _MOST:
                 raise ValueError(f"`{name}` is {value!r}, which is not from {least} to {_MOST:g}")
+            if name == "block_bytes" and value % TRANSFER_ALIGNMENT:
+                raise ValueError(f"`{name}` is {value}, no multiple of {TRANSFER_ALIGNMENT}")
     return kind(**values)
 
 

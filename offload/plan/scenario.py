@@ -324,10 +324,12 @@ def _described(num_bytes: int) -> str:
 
 
 def _stored_bytes(system: SystemRun) -> int:
-    """Two versions of what is on storage: a committed one and the current one."""
+    """Of what is on storage the versions that its system keeps; gradients have one."""
     records = system.work.records
     pieces = sum(piece.num_bytes for record in records for piece in record.pieces)
-    return 2 * (sum(record.state_bytes + record.spilled_bytes for record in records) + pieces)
+    states = sum(record.state_bytes for record in records)
+    spilled = sum(record.spilled_bytes for record in records)
+    return system.num_versions * (states + pieces) + spilled
 
 
 def _tokens_to_hide_io(

@@ -114,6 +114,7 @@ class SimulatedPasses:
         self._staging = Places(len(uses_of(work)) if num_staged is None else num_staged)
         self._leaving: deque[tuple[Ticket, int]] = deque()
         """Gradients on their way to the host, and their bytes."""
+        self._leaving_bytes = 0
         self._most_leaving_bytes = max((u.gradient_link_bytes for u in work.units), default=0)
         self._keys: list[list[str]] = [[] for _ in work.units]
         # Of a forward under which updates run: what comes from them is not read.
@@ -203,6 +204,7 @@ class SimulatedPasses:
         """Waits until all gradients are on the host."""
         yield from self._wait_for_io(all_of([down for down, _ in self._leaving]))
         self._leaving.clear()
+        self._leaving_bytes = 0
 
     def _wait_for_io(self, ticket: Ticket) -> Process:
         asked_s = self._clock.now_s
@@ -215,11 +217,13 @@ class SimulatedPasses:
         if not is_first:  # the sum so far is brought for that
             yield from self._wait_for_io(self._link.up(num_bytes))
         leaving = self._leaving
-        while leaving and sum(n for _, n in leaving) + num_bytes > self._most_leaving_bytes:
-            oldest, _ = leaving.popleft()
+        while leaving and self._leaving_bytes + num_bytes > self._most_leaving_bytes:
+            oldest, left_bytes = leaving.popleft()
+            self._leaving_bytes -= left_bytes
             yield from self._wait_for_io(oldest)
         down = self._link.down(num_bytes)
         leaving.append((down, num_bytes))
+        self._leaving_bytes += num_bytes
         return down
 
     def spill(self, index: int) -> list[Ticket]:

@@ -47,6 +47,8 @@ class SystemRun:
     policy: dict[str, str]
     """For the reader."""
     cached_bytes: int
+    num_versions: int = 1
+    """Of a state on storage: a committed one and the current one, or one that is overwritten."""
     link: LinkTraffic | None = None
     """Over the links to all devices of a node; None where nothing is counted."""
 
@@ -95,6 +97,7 @@ def _engine_run(run: ScenarioRun, machine: ScenarioMachine) -> SystemRun:
         host=host,
         policy={key: str(value) for key, value in choices.model_dump().items()},
         cached_bytes=host.num_cached * record_bytes,
+        num_versions=2,
         link=link,
     )
 

@@ -1,4 +1,4 @@
-"""Estimates the passes of a model of the user's: operations counted over the rates of a machine.
+"""Estimates the passes of a model: operations counted over the rates of a machine.
 
 Nothing of the model is built but its shapes. What an operation costs beside its arithmetic and
 its bytes is not in it, nor that products of other sizes reach other rates: an estimate, where a

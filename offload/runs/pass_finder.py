@@ -1,6 +1,7 @@
 """How long the passes of a planned run take: known, measured in seconds, or estimated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,8 +12,9 @@ from offload.plan.machine_profile import MachineProfile, PassProfile
 from offload.plan.run_plan import RunPlan
 from offload.plan.work import ModelPasses, PassTimes
 from offload.runs.pass_estimate import estimate_passes
-from offload.runs.pass_probe import pass_shape, probe_passes
+from offload.runs.pass_probe import pass_shape, probe_bytes, probe_passes
 from offload.runs.refinement import run_shape
+from offload.sizes import GIB
 from offload.streaming.activation_store import STORAGES_UNDER_WAY
 
 
@@ -66,6 +68,12 @@ class PassFinder:
         passes = self._of_layers(layers) if layers is not None else None
         if passes is None and config.tiers.device.kind == "cpu":
             passes = self._estimated(copy_bytes_per_s, is_known=run is not None)
+        elif passes is None and run is None:
+            self.warnings.append(
+                f"times are not predicted: passes on device `{config.tiers.device.kind}` are "
+                "measured on shorter models alone, and of this one there is none, or none that "
+                "the budget holds; they are once a run has measured them"
+            )
         if run is None:
             return passes
         shares = passes or ModelPasses(units=_even(self._plan.layout), other_s=0.0)
@@ -90,17 +98,15 @@ class PassFinder:
             return None
         known = self._profile.find_passes(shape, threads=self._threads)
         is_whole = known is not None and known.record_s is not None
-        if is_whole or not measures:
+        budget_bytes = config.tiers.host.memory or self._plan.in_memory_bytes
+        is_too_large = probe_bytes(config) > max(budget_bytes, GIB)
+        if is_whole or not measures or is_too_large:
             return known
         self._on_measure("passes of a model of 1 and of 3 layers")
-        budget = config.tiers.host.memory or self._plan.in_memory_bytes
         measured = probe_passes(
-            config,
-            most_bytes=max(budget, 1 << 30),
-            update_parameters_per_s=update_parameters_per_s,
+            config, shape=shape, update_parameters_per_s=update_parameters_per_s
         )
-        if measured is not None:
-            self.found = self.found.merged(MachineProfile(passes=(measured,)))
+        self.found = self.found.merged(MachineProfile(passes=(measured,)))
         return measured
 
     def _of_layers(self, passes: PassProfile) -> ModelPasses:
@@ -135,8 +141,7 @@ class PassFinder:
             is_known: How long they take is known, and only each unit's share is wanted.
         """
         config, plan = self._config, self._plan
-        if config.model.factory is None and not is_known:
-            return None
+        model = config.model.factory or config.model.kind
         self._on_measure("products of the model's largest layer")
         try:
             found = estimate_passes(
@@ -150,16 +155,19 @@ class PassFinder:
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises without values
             if not is_known:
                 self.warnings.append(
-                    f"times are not predicted: `{config.model.factory}` cannot run without values "
+                    f"times are not predicted: `{model}` cannot run without values "
                     f"({type(error).__name__}: {error}); they are once a run has measured them"
                 )
             return None
         if not is_known:
+            why = "" if config.model.factory else ", as three of its layers exceed the budget"
             self.warnings.append(
-                "times of passes are estimated from the operations of the model, not measured; "
-                "what is saved for backward, and so the RSS peak, is not known until a run has "
-                "measured it"
+                "times of passes are estimated from the operations of the model, not measured"
+                f"{why}; what is saved for backward, and so the RSS peak, is not known until a run "
+                "has measured it"
             )
+        if config.activations.checkpoint == "unit":
+            found = replace(found, units=_computed_again(found.units, plan.element_units))
         return found
 
     def _kept_layers(self) -> int:
@@ -168,6 +176,16 @@ class PassFinder:
         if config.offload and _moves_block_inputs(config):
             return min(layers, 2 * STORAGES_UNDER_WAY)
         return layers
+
+
+def _computed_again(
+    units: Sequence[PassTimes], element_units: Sequence[bool]
+) -> tuple[PassTimes, ...]:
+    """Returns the times where backward runs the forward of each layer again."""
+    return tuple(
+        replace(unit, backward_s=unit.backward_s + unit.forward_s) if is_element else unit
+        for unit, is_element in zip(units, element_units, strict=True)
+    )
 
 
 def _rounded(value: float | None) -> int | None:

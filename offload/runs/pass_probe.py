@@ -76,21 +76,23 @@ def pass_shape(config: Config) -> str | None:
     )
 
 
-def probe_passes(
-    config: Config, *, most_bytes: int, update_parameters_per_s: float
-) -> PassProfile | None:
-    """Returns how long a micro-step takes, by layers; None where that can't be known in seconds.
+def probe_bytes(config: Config) -> int:
+    """Returns the memory that the larger of the probe's models takes."""
+    model = build_meta_model(config.model.model_copy(update={"layers": _LONG}))
+    facts = [unit.facts for unit in discover_units(model).units]
+    return _BYTES_PER_PARAMETER * build_layout(facts, codec="split").num_parameters
+
+
+def probe_passes(config: Config, *, shape: str, update_parameters_per_s: float) -> PassProfile:
+    """Returns how long a micro-step takes, by layers.
 
     The generator's state is left as it was.
 
     Args:
         config: Of the run.
-        most_bytes: The most memory that the probe's own model may take.
+        shape: Of its passes, as `pass_shape` gives it.
         update_parameters_per_s: Of the fused pass in memory.
     """
-    shape = pass_shape(config)
-    if shape is None or _model_bytes(config, _LONG) > most_bytes:
-        return None
     gc.collect()
     trim_heap()
     # Before both: what libraries set up for the first is part of what a run's passes take.
@@ -136,12 +138,6 @@ def _workspace(config: Config, short: _Measured, long: _Measured) -> dict[str, f
     else:
         fixed = max(short.workspace_bytes - per_layer * _SHORT, 0.0)
     return {"workspace_bytes": fixed, "workspace_layer_bytes": per_layer}
-
-
-def _model_bytes(config: Config, num_layers: int) -> int:
-    model = build_meta_model(config.model.model_copy(update={"layers": num_layers}))
-    facts = [unit.facts for unit in discover_units(model).units]
-    return _BYTES_PER_PARAMETER * build_layout(facts, codec="split").num_parameters
 
 
 def _measure(config: Config, num_layers: int, rss: RssMeter, held_bytes: int) -> _Measured:

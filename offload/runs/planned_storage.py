@@ -11,7 +11,6 @@ from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.plan.host import HostPlan
 from offload.plan.storage import BLOCK_BYTES, StoragePath, StoragePlan, store_space, usable_bytes
-from offload.policy import resolve_striping
 from offload.storage.drain_target import existing_directory, shared_path
 
 
@@ -19,8 +18,6 @@ def require_writable_paths(config: Config, stores: Sequence[Path]) -> None:
     """Raises ConfigError unless stores, and copies of checkpoints, can be written where they go."""
     _check_paths(config.tiers.storage.paths)
     directories = existing_directories(config, stores)
-    if config.offload:
-        resolve_striping(config.policy.striping, num_paths=len(directories))
     writable = [_is_writable(directory) for directory in directories]
     for index, directory in enumerate(directories):
         # A store that is gone on with leaves out what cannot be written any more.

@@ -16,6 +16,7 @@ from offload.plan.run_plan import RunPlan
 from offload.plan.traffic import ModelBytes
 from offload.plan.usable_memory import UsableMemory
 from offload.plan.window import too_small_window, window_bytes_for
+from offload.policy import resolve_striping
 from offload.runs.loss_contract import require_contract
 from offload.runs.planned_steps import PlannedSteps, commit_intervals, has_device_memory
 from offload.runs.planned_storage import (
@@ -48,11 +49,13 @@ def plan_run(
         stored: The layout of the store that is gone on with; None: what suits the budget.
 
     Raises:
-        ConfigError: The model can't be built or gives no loss, or the storage path is missing or
-            not writable.
+        ConfigError: The model can't be built or gives no loss, the storage path is missing or not
+            writable, or the striping is one for other paths.
     """
     require_writable_paths(config, stores)
     directories = existing_directories(config, stores)
+    if config.offload:
+        resolve_striping(config.policy.striping, num_paths=len(directories))  # or refuses it
     known = read_profile() if profile is None else profile
     window = config.tiers.host.window
     config = _with_window(config, directories, known)

@@ -73,27 +73,22 @@ def plan_and_predict(
     measure.take()
     _keep(measure, machine_file or default_file())
     compared = _Compared(plan_of, measure, own=plan)
-    alternatives: tuple[Alternative, ...] = ()
-    adoption: Adoption | None = None
-    if config.offload and auto:
-        alternatives = compared.under(config, auto)
-        if alternatives:
-            adoption = Adoption.of(auto, alternatives)
-            config = with_choices(config, adoption.chosen.choices)
-        else:
-            measure.warnings.append(
-                "`auto` in `policy` is the default preset's value here: times are not predicted"
-            )
-    if config.offload:
-        others = compared.under(config, open_keys)
-        alternatives = (*others, *(each for each in alternatives if each not in others))
+    adopted = compared.under(config, auto) if auto else ()
+    adoption = Adoption.of(auto, adopted) if adopted else None
+    if adoption is not None:
+        config = with_choices(config, adoption.chosen.choices)
+    elif config.offload and auto:
+        measure.warnings.append(
+            "`auto` in `policy` is the default preset's value here: times are not predicted"
+        )
+    others = compared.under(config, open_keys)
     plan = plan_of(config)
     return replace(
         plan,
         machine=measure.machine,
         prediction=measure.whole_prediction(config, plan),
         warnings=(*plan.warnings, *measure.warnings),
-        alternatives=alternatives,
+        alternatives=(*others, *(each for each in adopted if each not in others)),
         adoption=adoption,
     )
 
@@ -119,7 +114,12 @@ class _Compared:
         self._own = own
 
     def under(self, config: Config, keys: Collection[str]) -> tuple[Alternative, ...]:
-        """Returns the policy of `config`, and those that differ in `keys`; none without times."""
+        """Returns the policy of `config`, and those that differ in `keys`.
+
+        None where all is in memory, or without times.
+        """
+        if not config.offload:
+            return ()
         now_s = self._step_s(config)
         if now_s is None:
             return ()

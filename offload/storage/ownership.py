@@ -260,17 +260,21 @@ def _unlock(fd: int) -> None:
 
 
 def _owned(path: Path, owner: OwnerRecord | None) -> StoreError:
+    remedy = "wait until it ends, end it, or use another directory"
     if owner is None:
         who = "a process that left no record"
     elif owner.pid == os.getpid() and _is_alive(owner):
         who = f"another store object of this process ({owner.describe()})"
+        remedy = (
+            "call `close()` of the session, or optimizer, that has it, as `del` does not, or end "
+            "the process, or use another directory"
+        )
     elif _is_alive(owner) is False:
         who = f"a child that outlived {owner.describe()}"
     else:
         who = owner.describe()
     return StoreError(
-        f"cannot own {_kind_of(path)} `{path.parent}`: expected no owner, found {who}; "
-        "wait until it ends, end it, or use another directory",
+        f"cannot own {_kind_of(path)} `{path.parent}`: expected no owner, found {who}; {remedy}",
         is_refusal=True,
     )
 

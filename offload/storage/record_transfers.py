@@ -286,6 +286,7 @@ class RecordTransfers:
         for ticket in in_flight:
             if sys.getrefcount(ticket) <= _OWN_REFERENCES and ticket.done():
                 ticket.give_up()
+                self._forget(ticket)  # an interrupt may have ended a ticket before it did this
 
     def _forget(self, ticket: StoreTicket) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ A spill file has no name: it is unlinked as soon as it is open, so that nothing 
 process, however that ends. Places are of one size; one that is given back is used again.
 """
 
+import contextlib
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,6 +168,14 @@ class Spill:
     def label_of(self, place: Place) -> str:
         """Returns how a wait for a transfer of the place is named in a stall account."""
         return path_label(self._roots[place.path_index])
+
+    def wait_written(self) -> None:
+        """Waits for all writes, whatever they give, and refers to the memory of none any more."""
+        for tickets in self._writing:
+            for ticket in tickets:
+                with contextlib.suppress(StorageError):  # whoever has the ticket gets it
+                    ticket.wait()
+            tickets.clear()
 
     def release(self, place: Place) -> None:
         """Gives the place back; no transfer of it is in flight."""

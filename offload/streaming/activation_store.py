@@ -12,14 +12,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from offload.devices import Copy, Device
-from offload.errors import StorageError, StoreError
+from offload.errors import BudgetError, StorageError, StoreError
 from offload.memory import Slot, SlotPool
 from offload.storage.spill import Place, Spill
 from offload.storage.stalls import CHECKSUM, LINK, StallAccount
@@ -50,8 +49,13 @@ class ActivationCounters:
     """For which the model waited for room or for bytes."""
 
 
-class _Waitable(Protocol):
-    def done(self) -> bool: ...
+@dataclass(slots=True, frozen=True, eq=False)
+class _Transfer:
+    """What a step has begun."""
+
+    done: Callable[[], bool]
+    wait: Callable[[], None]
+    """Waits until the memory at both ends is free of it; raises what it gave, each time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,27 +100,55 @@ class Away:
         self._dropped.append(self.record)  # nothing more: it may run anywhere, in any thread
 
 
-class _Move:
-    """The steps of one piece; each begins a transfer, and the next one waits for it."""
+Steps = Generator[_Transfer]
+"""Of one piece; each begins a transfer."""
 
-    def __init__(self, record: _Record, piece: _Piece, steps: Iterator[_Waitable]) -> None:
+
+class _Move:
+    """The steps of one piece; each begins a transfer, and the next one follows it.
+
+    An interrupt of the wait for a transfer leaves that under way.
+    """
+
+    def __init__(self, record: _Record, piece: _Piece, steps: Steps) -> None:
+        """Stores its arguments; `step` begins."""
         self.record = record
         self.piece = piece
         self.error: Exception | None = None
         self.is_over = False
         self._steps = steps
-        self._pending: _Waitable | None = None
-        self.step()
+        self._pending: _Transfer | None = None
 
     def step(self) -> None:
         """Waits for the transfer under way and begins what follows."""
         if self.is_over:
             return
         try:
-            self._pending = next(self._steps, None)
+            failure = self._wait()
+            if failure is None:
+                self._pending = next(self._steps, None)
+            else:
+                self._pending = self._steps.throw(failure)
+        except StopIteration:
+            self._pending = None
         except Exception as error:  # noqa: BLE001 - whoever asks for the bytes gets it
             self.error, self._pending = error, None
+        except BaseException:  # an interrupt: of the steps nothing is left
+            self.error = StoreError(
+                "cannot bring a saved activation back: expected its transfer, found that an "
+                "interrupt ended it; run the forward again"
+            )
+            raise
         self.is_over = self._pending is None
+
+    def _wait(self) -> Exception | None:
+        """Waits for the transfer under way, and returns what it raised."""
+        try:
+            if self._pending is not None:
+                self._pending.wait()
+        except Exception as error:  # noqa: BLE001 - the steps get it
+            return error
+        return None
 
     def advance(self) -> None:
         """Goes on as far as it can without waiting."""
@@ -204,8 +236,6 @@ class ActivationStore:
         self._dropped: deque[_Record] = deque()
         self._num_put = 0
         self._largest_bytes = 0
-        self._leaving_bytes = 0
-        self._returning_bytes = 0
         self._is_closed = False
         self._has_failed = False
 
@@ -226,14 +256,14 @@ class ActivationStore:
                 self._largest_bytes = max(self._largest_bytes, num_bytes)
                 self._make_way(num_bytes)
                 record = _Record(self._num_put, num_bytes, pieces, _bytes_of(storage))
+                away = Away(record, self._dropped)  # first: after an interrupt it is dropped
                 self._num_put += 1
-                self._live[record.index] = record
-                self._leaving_bytes += num_bytes
                 self._count(num_bytes)
+                self._live[record.index] = record
                 for piece in pieces:
                     piece.slot = self._lease()
-                    self._moves.append(_Move(record, piece, self._leave(record, piece)))
-            return Away(record, self._dropped)
+                    self._begin(_Move(record, piece, self._leave(record, piece)))
+            return away
 
     def get(self, away: Away) -> torch.UntypedStorage:
         """Returns a storage with the bytes again, and begins to fetch those that come next.
@@ -273,14 +303,13 @@ class ActivationStore:
 
     # Out.
 
-    def _leave(self, record: _Record, piece: _Piece) -> Iterator[_Waitable]:
+    def _leave(self, record: _Record, piece: _Piece) -> Steps:
         slot, source = piece.slot, record.source
         assert slot is not None and source is not None
         host = torch.frombuffer(slot.memory, dtype=torch.uint8)[: piece.num_bytes]
         copy = self._device.copy_out(source[piece.start : piece.start + piece.num_bytes], host)
         del source
-        yield copy
-        copy.synchronize()
+        yield _Transfer(copy.done, copy.synchronize)
         if self._spill is None:
             piece.is_away = True
             return
@@ -288,8 +317,7 @@ class ActivationStore:
         with self._slots.releasing(slot):
             try:
                 piece.place, ticket = self._spill.write(slot.memory, num_bytes=piece.num_bytes)
-                yield ticket
-                ticket.wait()
+                yield _Transfer(ticket.done, ticket.wait)
                 piece.is_away = True
             except StorageError as error:
                 self._give_up(error)
@@ -309,8 +337,12 @@ class ActivationStore:
     def _make_way(self, num_bytes: int) -> None:
         """Waits until little enough is on its way out."""
         most = STORAGES_UNDER_WAY * self._largest_bytes
-        while self._moves and self._leaving_bytes + num_bytes > most:
+        while self._moves and self._leaving_bytes() + num_bytes > most:
             self._finish_oldest()
+
+    def _leaving_bytes(self) -> int:
+        leaving = {move.record for move in self._moves if move.record.source is not None}
+        return sum(record.num_bytes for record in leaving)
 
     # Back.
 
@@ -329,7 +361,6 @@ class ActivationStore:
             target, moves = record.target, record.returning
             assert target is not None
             record.target, record.returning = None, []
-            self._returning_bytes -= record.num_bytes
             for move in moves:
                 with self._waits.of(move.piece):
                     while not move.is_over and move.piece.copy is None:
@@ -345,103 +376,115 @@ class ActivationStore:
         return storage
 
     def _begin_return(self, record: _Record, *, is_needed: bool) -> None:
-        record.target = self._device.empty(record.num_bytes)
-        self._returning_bytes += record.num_bytes
+        while any(move.record is record for move in self._moves):  # of one that was interrupted
+            self._finish_oldest()
+        target = self._device.empty(record.num_bytes)
+        moves: list[_Move] = []
         for piece in record.pieces:
             piece.copy = None
             slot = self._lease() if self._spill is not None else piece.slot
             assert slot is not None
-            steps = self._return(piece, slot, record.target, is_needed=is_needed)
-            record.returning.append(_Move(record, piece, steps))
-            self._moves.append(record.returning[-1])
+            steps = self._return(piece, slot, target, is_needed=is_needed)
+            moves.append(_Move(record, piece, steps))
+            self._begin(moves[-1])
+        record.returning = moves
+        record.target = target
 
     def _return(
         self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor, *, is_needed: bool
-    ) -> Iterator[_Waitable]:
+    ) -> Steps:
         if self._spill is None:
             yield from self._copy_back(piece, slot, target)
             return
         with self._slots.releasing(slot):
             assert piece.place is not None
             ticket = self._spill.read(piece.place, slot.memory, is_needed=is_needed)
-            yield ticket
-            ticket.wait()
+            yield _Transfer(ticket.done, ticket.wait)
             self._spill.check(piece.place, slot.memory)
             yield from self._copy_back(piece, slot, target)
 
-    def _copy_back(
-        self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor
-    ) -> Iterator[_Waitable]:
+    def _copy_back(self, piece: _Piece, slot: Slot[memoryview], target: torch.Tensor) -> Steps:
         part = target[piece.start : piece.start + piece.num_bytes]
         copy = piece.copy = self._device.copy_in(slot.memory[: piece.num_bytes], part)
-        yield copy
-        copy.synchronize()
+        yield _Transfer(copy.done, copy.synchronize)
 
     def _prefetch(self, *, before: int) -> None:
         """Begins to fetch what was put before: backward goes the other way."""
         most = STORAGES_UNDER_WAY * self._largest_bytes
+        returning_bytes = sum(r.num_bytes for r in self._live.values() if r.target is not None)
         for record in reversed(self._live.values()):
             if record.index >= before or record.target is not None or _present(record) is not None:
                 continue
-            if self._returning_bytes + record.num_bytes > most:
+            if returning_bytes + record.num_bytes > most:
                 return
             if self._spill is not None and len(record.pieces) > self._slots.num_free:
                 return
             self._begin_return(record, is_needed=False)
+            returning_bytes += record.num_bytes
 
     # Both.
 
+    def _begin(self, move: _Move) -> None:
+        self._moves.append(move)  # first: what is under way is known, also after an interrupt
+        move.step()
+
     def _lease(self) -> Slot[memoryview]:
         slot = self._slots.try_lease()
-        while slot is None:  # all are under way, so there is a move that gives one back
+        while slot is None and self._moves:
             self._finish_oldest()
             slot = self._slots.try_lease()
+        if slot is None and self._spill is not None:
+            self._spill.wait_written()  # after an interrupt one may be of no move
+            slot = self._slots.try_lease()
+        if slot is None:
+            raise BudgetError(
+                f"cannot move an activation: expected one of {self._slots.num_slots} slots, found "
+                "that all are reached by what an interrupt ended; drop its exception, or raise "
+                "`activations.memory`"
+            )
         return slot
 
     def _finish_oldest(self) -> None:
-        move = self._moves.popleft()
+        move = self._moves[0]  # an interrupt of the wait leaves it there
         with self._waits.of(move.piece):
             move.finish()
         self._on_over(move)
+        self._moves.popleft()
 
     def _settle(self) -> None:
         """Goes on with what is under way, without waiting, and frees what was dropped."""
         for move in self._moves:
             move.advance()
         over = [move for move in self._moves if move.is_over]
-        if over:
-            self._moves = deque(move for move in self._moves if not move.is_over)
         for move in over:
             self._on_over(move)
+        if over:
+            self._moves = deque(move for move in self._moves if not move.is_over)
         for _ in range(len(self._dropped)):
-            record = self._dropped.popleft()
+            record = self._dropped[0]
             if any(move.record is record for move in self._moves):
-                self._dropped.append(record)
+                self._dropped.rotate(-1)
             else:
                 self._free(record)
+                self._dropped.popleft()
 
     def _on_over(self, move: _Move) -> None:
         record = move.record
         if record.source is not None and all(piece.is_away for piece in record.pieces):
-            self._let_go(record)
-
-    def _let_go(self, record: _Record) -> None:
-        record.source = None
-        self._leaving_bytes -= record.num_bytes
+            record.source = None
 
     def _free(self, record: _Record) -> None:
-        self._live.pop(record.index, None)
-        self.counters.away_bytes -= record.num_bytes
-        if record.source is not None:
-            self._let_go(record)
-        if record.target is not None:
-            record.target = None
-            self._returning_bytes -= record.num_bytes
+        """Gives up what a record has; may be called again where an interrupt ended it."""
+        if self._live.pop(record.index, None) is not None:
+            self.counters.away_bytes -= record.num_bytes
+        record.source = record.target = None
+        record.returning = []
         for piece in record.pieces:
             if piece.slot is not None:
                 self._slots.release(piece.slot)
-            if piece.place is not None and self._spill is not None:
-                self._spill.release(piece.place)
+            place, piece.place = piece.place, None
+            if place is not None and self._spill is not None:
+                self._spill.release(place)
 
 
 def _present(record: _Record) -> torch.UntypedStorage | None:

@@ -24,7 +24,7 @@ class DeviceParameters:
     [Note: edits that no counter shows]
     Users write through `parameter.data`, which moves no version counter. In host memory such an
     edit would simply be there; here the next copy would undo it. So when the copies of a shard have
-    arrived the device sums its bytes, and sums them again before the next step or commit: one read
+    arrived the device sums its bytes, and sums them again before the next step or commit: two reads
     of them each time. Where sums differ, or where a step changed only a part of the shard, its
     parameters are brought down and compared.
 
@@ -70,7 +70,8 @@ class DeviceParameters:
                 self.flat[shard.name] = memory.view(getattr(torch, shard.dtype))
                 self._unit_of[shard.name] = number
         self._sent: list[list[Copy]] = [[] for _ in layout.units]
-        self._byte_sums = ByteSums(sum_columns(layout), device.torch_device)
+        largest_bytes = max((shard.padded_bytes for shard in layout.shards.values()), default=0)
+        self._byte_sums = ByteSums(sum_columns(largest_bytes), device.torch_device)
         # Of each shard, by its number, as it was last known to be what host memory has.
         self._number_of = {name: number for number, name in enumerate(self.flat)}
         self._sums = torch.zeros(len(self.flat), dtype=torch.int64, device=device.torch_device)

@@ -7,10 +7,9 @@ import torch
 
 from offload.devices import Device
 from offload.errors import StoreError
+from offload.plan.device import sum_columns
+from offload.streaming.byte_sums import ByteSums
 from offload.streaming.unit import StreamedUnit
-
-_COLUMNS = 251
-"""Of sums of 8 bytes: what is the same in all rows of a matrix, or moves by rows, shows."""
 
 
 class Watch(Protocol):
@@ -32,9 +31,11 @@ class Watch(Protocol):
         ...
 
 
-def make_watch(num_units: int, device: Device) -> Watch:
+def make_watch(num_units: int, device: Device, *, slot_bytes: int) -> Watch:
     """Returns how the slots of a device are watched."""
-    return NoWatch() if device.is_unified else DeviceWatch(num_units, device)
+    if device.is_unified:
+        return NoWatch()
+    return DeviceWatch(num_units, device, slot_bytes=slot_bytes)
 
 
 class NoWatch:
@@ -55,7 +56,7 @@ class DeviceWatch:
 
     [Note: edits inside calls on a device]
     Hashing a slot in host memory would wait for all that the device computes, at every eviction. So
-    the device itself sums what has come into a slot, and again before it leaves: two reads of its
+    the device itself sums what has come into a slot, and again before it leaves: four reads of its
     memory, at the rate of that, where the link took one. What they say is read where the engine
     waits for the device anyway: at the next step, commit or evaluation. By then the bytes are gone:
     such an edit is refused, and nothing is updated. One beside an edit of the same unit that a
@@ -63,47 +64,48 @@ class DeviceWatch:
     in no slot of the device; they were looked at, so their bytes are hashed.
     """
 
-    def __init__(self, num_units: int, device: Device) -> None:
-        """Takes memory for sums, 2 KiB for each unit, beside the budget.
+    def __init__(self, num_units: int, device: Device, *, slot_bytes: int) -> None:
+        """Takes memory for sums beside the budget: 0.3 % of 100 MB, less of a larger slot.
 
         Args:
             num_units: Of the model.
             device: Where the slots are.
+            slot_bytes: Of a slot.
         """
         self._device = device
         self._numbers: set[int] = set()  # of units in slots
         with torch.inference_mode(mode=False):
-            shape, where = (num_units, _COLUMNS), device.torch_device
-            self._sums = torch.zeros(shape, dtype=torch.int64, device=where)
+            where = device.torch_device
+            self._byte_sums = ByteSums(sum_columns(slot_bytes), where)
+            # By the number of a unit: as it came into its slot.
+            self._sums = torch.zeros(num_units, dtype=torch.int64, device=where)
+            self._found = torch.zeros((), dtype=torch.int64, device=where)
             self._changed = torch.zeros(num_units, dtype=torch.bool, device=where)
-        # By the number of a unit: what orders the last work that used its sums.
-        self._streams = [device.follow(None)] * num_units
+        # What orders the last work that used these.
+        self._stream = device.follow(None)
 
     def begin(self, unit: StreamedUnit) -> None:
         if unit.is_wide:
             return
         assert unit.base is not None
-        self._follow(unit.index)
+        self._follow()
         self._numbers.add(unit.index)
-        _sum_into(unit.base, self._sums[unit.index])
+        self._byte_sums.sum_into(unit.base, self._sums[unit.index])
 
     def end(self, unit: StreamedUnit) -> None:
         if unit.index in self._numbers:
             assert unit.base is not None
-            self._follow(unit.index)
+            self._follow()
             self._numbers.remove(unit.index)
-            before = self._sums[unit.index]
-            after = torch.empty_like(before)
-            _sum_into(unit.base, after)
-            self._changed[unit.index].logical_or_((after != before).any())
+            self._byte_sums.sum_into(unit.base, self._found)
+            self._changed[unit.index].logical_or_(self._found != self._sums[unit.index])
 
-    def _follow(self, number: int) -> None:
-        """Orders what comes after what was done with a unit before, in whatever stream."""
-        self._streams[number] = self._device.follow(self._streams[number])
+    def _follow(self) -> None:
+        """Orders what comes after what was summed before, in whatever stream."""
+        self._stream = self._device.follow(self._stream)
 
     def raise_changed(self, units: Sequence[StreamedUnit]) -> None:
-        for number in range(len(units)):
-            self._follow(number)
+        self._follow()
         changed = self._changed.tolist()
         if not any(changed):
             return
@@ -115,11 +117,3 @@ class DeviceWatch:
             "the edit is lost; edit it as `module.weight.copy_(values)` under `torch.no_grad()`, "
             "or outside the model's call"
         )
-
-
-def _sum_into(base: torch.Tensor, sums: torch.Tensor) -> None:
-    words = base.view(torch.int64)
-    num_rows = len(words) // _COLUMNS
-    rows, rest = words[: num_rows * _COLUMNS], words[num_rows * _COLUMNS :]
-    torch.sum(rows.view(num_rows, _COLUMNS), 0, out=sums)
-    sums[: len(rest)].add_(rest)

@@ -133,6 +133,7 @@ class Gradients:
         self._on_arrival = on_arrival
         self._accumulators: dict[int, Accumulator] = {}  # by the parameter's identity
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._dtypes_before: dict[str, torch.dtype | None] = {}  # `grad_dtype` of others, by name
         self._device = CpuDevice() if device is None else device
         self._link_waits = link_waits
         self._max_in_flight_bytes = max((unit.num_bytes for unit in layout.units), default=0)
@@ -157,9 +158,12 @@ class Gradients:
                 )
                 if self.spilled is not None and shard.name in self.spilled:
                     self.spilled.on_leaving(shard.name, accumulator.settle)
-                parameter = parameters[placed.facts.name]
-                self._accumulators[id(parameter)] = accumulator
-                self._prepare(parameter, accumulator)
+                self._accumulators[id(parameters[placed.facts.name])] = accumulator
+        trained = [each for each in parameters.values() if id(each) in self._accumulators]
+        for parameter in trained:
+            _require_dtype(parameter, self._accumulators[id(parameter)])
+        for parameter in trained:
+            self._prepare(parameter, self._accumulators[id(parameter)])
 
     def take_existing(self) -> None:
         """Takes the gradients from before `wrap`; parameters are where they will be shown."""
@@ -224,6 +228,11 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for name, dtype in self._dtypes_before.items():
+            parameter = self._parameters[name]
+            # None: whatever comes once what is shown now, which is of another, is gone.
+            parameter.grad_dtype = dtype if parameter.grad is None else None
+        self._dtypes_before.clear()
         while self._in_flight:
             self._end_oldest()
         if self.spilled is not None:
@@ -237,14 +246,9 @@ class Gradients:
 
     def _prepare(self, parameter: nn.Parameter, accumulator: Accumulator) -> None:
         dtype = accumulator.dtype
-        if dtype != parameter.dtype:
-            if not hasattr(parameter, "grad_dtype"):
-                raise ConfigError(
-                    f"cannot accumulate gradients in {dtype} for {parameter.dtype} parameters: "
-                    f"torch {torch.__version__} has no `grad_dtype`; upgrade torch or set "
-                    '`train.gradient_dtype = "parameter"`'
-                )
+        if dtype != parameter.dtype and parameter.grad_dtype != dtype:
             before, parameter.grad = parameter.grad, None  # torch changes the dtype of none
+            self._dtypes_before[accumulator.name] = parameter.grad_dtype
             parameter.grad_dtype = dtype
             if before is not None:
                 parameter.grad = before.detach().to(dtype)
@@ -291,6 +295,23 @@ class Gradients:
             copy.synchronize()
         self._in_flight.popleft()
         self._in_flight_bytes -= num_bytes
+
+
+def _require_dtype(parameter: nn.Parameter, accumulator: Accumulator) -> None:
+    """Raises ConfigError where torch makes no gradients of the accumulator's dtype."""
+    dtype = accumulator.dtype
+    if dtype != parameter.dtype and not hasattr(parameter, "grad_dtype"):
+        raise ConfigError(
+            f"cannot accumulate gradients in {dtype} for {parameter.dtype} parameters: "
+            f"torch {torch.__version__} has no `grad_dtype`; upgrade torch or set "
+            '`train.gradient_dtype = "parameter"`'
+        )
+    asked = getattr(parameter, "grad_dtype", None)
+    if asked not in (None, dtype, parameter.dtype):
+        raise ConfigError(
+            f"cannot accumulate the gradients of `{accumulator.name}`: expected `grad_dtype` "
+            f"{dtype} as of `train.gradient_dtype`, found {asked}; set one or the other"
+        )
 
 
 def _flat(shard: FlatShard, memory: memoryview, dtype: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ class FoundBuffers:
             (each, name): buffer.detach().clone()
             for each in module.modules()
             for name, buffer in each._buffers.items()
-            if buffer is not None and buffer.layout is torch.strided
+            if buffer is not None and _is_array(buffer)
         }
 
     @contextlib.contextmanager
@@ -49,3 +49,9 @@ class FoundBuffers:
             buffer = module._buffers.get(name)
             if buffer is not None and torch.equal(buffer, found):
                 del self._found[module, name]
+
+
+def _is_array(buffer: torch.Tensor) -> bool:
+    """Whether it is one array, which calls change in place, and not sparse, nested or unmade."""
+    is_made = not isinstance(buffer, nn.UninitializedBuffer)
+    return is_made and buffer.layout is torch.strided and not buffer.is_nested

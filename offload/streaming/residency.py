@@ -80,7 +80,7 @@ class Residency:
         self.num_slots, self.slot_bytes = pool.num_slots, pool.slot_bytes
         self._keeping = Keeping(num_slots=pool.num_slots)
         self._device = CpuDevice() if device is None else device
-        self._watch = make_watch(len(units), self._device)
+        self._watch = make_watch(len(units), self._device, slot_bytes=pool.slot_bytes)
         self._tier = tier
         self.parts = PartReads(
             tier, self._device, slots=self._slots, take_slot=self._take_slot, wait=self._wait

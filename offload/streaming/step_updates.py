@@ -40,6 +40,7 @@ class StepUpdates:
         self.stalls = StallAccount()
         self.failure: BaseException | None = None
         self._found = ""  # after `failure`
+        self._is_closed = False
         self.on_failure: Callable[[], None] = lambda: None
         self.deferred = DeferredUpdates(overlap, self.stalls) if overlap is not None else None
         self.early = EarlyUpdates(self.stalls) if is_early else None
@@ -251,6 +252,7 @@ class StepUpdates:
         Raises:
             StorageError, CorruptStateError: An update failed, which nobody knows yet.
         """
+        self._is_closed = True
         early, self.early = self.early, None
         if early is not None:
             early.close()
@@ -289,7 +291,12 @@ class StepUpdates:
         self.failure = None
 
     def require_whole(self, action: str) -> None:
-        """Raises StoreError if an update or a step failed in its middle."""
+        """Raises StoreError if an update or a step failed in its middle, or all is closed."""
+        if self._is_closed:
+            raise StoreError(
+                f"cannot {action}: expected an open session, or optimizer of its own, found it "
+                "closed; do so inside its `with` block"
+            )
         self._fail_early()
         if self.deferred is not None:
             self.fail(self.deferred.failure)

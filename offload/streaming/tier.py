@@ -359,9 +359,15 @@ class StagedUnits:
         except Exception:  # after an interrupt a read may be on its way
             self._staging.release(slot)
             raise
-        copy = self._executor.submit(self._copy_when_read, reads, memory, into)
-        self._in_flight.append(_StagedRead(slot, copy, reads))
-        return [self._in_flight[-1]]
+        read = _StagedRead(slot, reads)
+        try:
+            self._in_flight.append(read)  # before the thread has it, as the slot is the copy's then
+            self._executor.submit(self._copy_when_read, read, memory, into)
+        except BaseException:  # an interrupt too: the thread may have it or not
+            if read.try_cancel():
+                self._in_flight.remove(read)  # a storage read may be on its way: it has the slot
+            raise
+        return [read]
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit through a staging slot and waits."""
@@ -376,19 +382,24 @@ class StagedUnits:
         """Writes the whole unit from host memory and waits."""
         self._stored.write_from(unit, source)
 
-    def _copy_when_read(
-        self, reads: list[Transfer], memory: memoryview, into: torch.Tensor
-    ) -> Copy:
-        failure: OffloadError | None = None
-        for read in reads:
+    def _copy_when_read(self, read: "_StagedRead", memory: memoryview, into: torch.Tensor) -> None:
+        if not read.try_begin():
+            return
+        copy: Copy | None = None
+        failure: BaseException | None = None
+        for each in read.reads:
             try:
-                read.join() if isinstance(read, Awaited) else read.wait()
+                each.join() if isinstance(each, Awaited) else each.wait()
             except OffloadError as error:  # the others may still write to the slot
                 failure = failure or error
-        if failure is not None:
-            del memory, into  # the slot must not live as long as the error, which has this frame
-            raise failure
-        return self._device.copy_in(memory, into)
+        if failure is None:
+            try:
+                copy = self._device.copy_in(memory, into)
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the unit gets it
+                failure = error
+        del memory, into  # the slot must not live as long as the error, which has this frame
+        read.end(copy, failure)
+        del failure
 
     def _take_slot(self) -> Slot[memoryview]:
         self._reap()
@@ -416,10 +427,25 @@ class StagedUnits:
 class _StagedRead:
     """A unit between storage and device."""
 
-    def __init__(self, slot: Slot[memoryview], copy: "Future[Copy]", reads: list[Transfer]) -> None:
+    def __init__(self, slot: Slot[memoryview], reads: list[Transfer]) -> None:
         self.slot = slot
         self.reads = reads
-        self._copy = copy
+        self._copy: Future[Copy] = Future()
+
+    def try_cancel(self) -> bool:
+        """Has no copy begin; returns False if the thread has begun."""
+        return self._copy.cancel()
+
+    def try_begin(self) -> bool:
+        """Returns whether the thread is to copy what is read."""
+        return self._copy.set_running_or_notify_cancel()
+
+    def end(self, copy: Copy | None, failure: BaseException | None) -> None:
+        """Takes the copy that was started, or why none was."""
+        if copy is not None:
+            self._copy.set_result(copy)
+        else:
+            self._copy.set_exception(failure)
 
     @property
     def counted_bytes(self) -> int:

@@ -148,6 +148,25 @@ def test_a_pass_in_another_stream_is_ordered_with_those_before_and_after(tmp_pat
     assert cuda.races == []
 
 
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_sums_over_slots_are_ordered_with_those_of_another_stream(
+    tmp_path, monkeypatch, cuda, is_followed
+):
+    side = cuda.Stream(None)
+    with _session(tmp_path, "storage", slots=1) as session:
+        model, _, reference = _train(session, steps=1)
+        if not is_followed:
+            monkeypatch.setattr(CudaDevice, "follow", lambda self, stream: None)
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side), torch.no_grad():
+            assert same_bits(loss_of(model, 0), loss_of(reference.model, 0))
+        # Nobody waits for that stream; the unit that it left in the slot is of no more use here.
+        with torch.no_grad():
+            assert same_bits(loss_of(model, 1), loss_of(reference.model, 1))
+
+    assert bool(cuda.races) != is_followed
+
+
 @pytest.mark.parametrize("parameters, slots", PLACES[1:5])
 def test_a_graph_keeps_no_slot_of_parameters_that_came_from_the_cpu(
     tmp_path, cuda, parameters, slots

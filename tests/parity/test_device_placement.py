@@ -22,8 +22,9 @@ from offload.errors import StorageError
 from offload.streaming.device_parameters import DeviceParameters
 from offload.streaming.edits import Edits
 
-PARAMETER_BYTES = 94208 + 8 * (256 + 2 * 5)
-"""Of `SmallGPT`: five units, each in whole pages, and the sums over their bytes."""
+PARAMETER_BYTES = 94208 + 8 * (10 * 61 + 2 * 5)
+"""Of `SmallGPT`: five units, each in whole pages, and the sums over their bytes: the largest has
+3,584 words of 8 bytes, for which 61 columns are enough."""
 PLACES = ("device", "host", "storage")
 UPDATES = [("resident", "none"), ("alternating", "none"), ("resident", "forward")]
 QUICK_RESUMES = [("device", "storage", "cpu"), ("storage", "device", "emulated")]

@@ -208,6 +208,7 @@ def in_call_edit(model, change):
 @pytest.mark.parametrize("change", [
     lambda weight: weight.data.clamp_(-0.1, 0.1), lambda weight: one_element(weight.data),
     lambda weight: swap_rows(weight.data), lambda weight: weight.data.neg_(),
+    lambda weight: weight.data.view(-1)[3:1008:1004].neg_(),  # top bits of two words
 ])  # fmt: skip
 def test_an_edit_inside_a_call_on_a_device_is_refused_not_lost(tmp_path, parameters, change):
     reference = Reference(build(SmallGPT), **OPTIONS)

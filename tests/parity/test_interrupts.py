@@ -1,10 +1,10 @@
 """Ctrl-C in the middle of anything: what follows is as if that had not begun, or is refused."""
 
 import contextlib
-import itertools
 import threading
 
 import pytest
+from interrupts import ended_by
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import Reference
 from parity.sessions import open_session, use_small_records
@@ -13,6 +13,7 @@ from parity.side_by_side import OPTIONS, require_equal_state, train_both
 import offload
 from offload.optim.early import _ArrivingRecords
 from offload.storage.store import BlockStore
+from offload.storage.versions import VersionTable
 from offload.streaming.pending import PendingUnits
 from offload.streaming.unit import Binding
 
@@ -20,23 +21,6 @@ from offload.streaming.unit import Binding
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):
     use_small_records(monkeypatch)
-
-
-@contextlib.contextmanager
-def ended_by(error, owner, name, *, after):
-    """Raises `error` in what runs in this context, as a method's call number `after` ends."""
-    plain, counter = getattr(owner, name), itertools.count(1)
-
-    def call(*args, **options):
-        result = plain(*args, **options)
-        if next(counter) == after:
-            raise error
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call)
-        with pytest.raises(error):
-            yield
 
 
 @contextlib.contextmanager
@@ -121,6 +105,20 @@ def test_a_step_that_was_interrupted_as_it_took_updates_is_not_made_twice(tmp_pa
         for call in (optimizer.step, session.commit):
             with pytest.raises(offload.StoreError, match="between two steps"):
                 call()
+
+
+def test_writes_that_were_interrupted_as_they_ended_keep_no_slot(tmp_path):
+    with trained(tmp_path, overlap="none") as (session, model, optimizer, reference):
+        session.save("before")
+        for after in range(1, 9):  # more than the window has records
+            loss_of(model, 9).backward()
+            with ended_by(KeyboardInterrupt, VersionTable, "publish", after=after):
+                optimizer.step()
+            session.load("before")
+            model.zero_grad()
+
+        train_both(model, optimizer, reference, steps=2, first=2)
+        require_equal_state(session, model, reference)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "both"])

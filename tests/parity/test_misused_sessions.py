@@ -150,9 +150,20 @@ def test_a_session_that_was_forgotten_says_why_its_store_is_not_free(tmp_path):
     forgotten = open_session(tmp_path)
     forgotten.open()
 
-    with pytest.raises(offload.StoreError, match="another store object of this process"):
+    with pytest.raises(offload.StoreError, match=r"another store object of this.*`close\(\)`"):
         open_session(tmp_path).open()
 
     forgotten.close()
     with open_session(tmp_path) as session:
         assert session.checkpoints() == []
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_a_step_after_the_session_was_closed_says_so(tmp_path, place):
+    with opened(tmp_path, place) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        loss_of(model, 0).backward()
+
+    with pytest.raises(offload.StoreError, match="expected an open session.*found it closed"):
+        optimizer.step()

@@ -142,6 +142,44 @@ def test_gradients_from_before_wrapping_count(tmp_path, gradient_dtype):
 
 
 @pytest.mark.unified
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_model_takes_gradients_of_its_own_dtype_after_a_session_of_another(tmp_path, is_shown):
+    model, plain = build(SmallGPT), build(SmallGPT)
+    config = {"train": {"gradient_dtype": "float32"}}
+    with open_session(tmp_path / "a", ("host", "storage"), config=config) as session:
+        session.wrap(model)
+        loss_of(model, 0).backward()
+        if not is_shown:
+            model.zero_grad()
+    assert not is_shown or model.head.weight.grad.dtype is torch.float32
+
+    model.zero_grad()
+    for each in plain, model:
+        loss_of(each, 1).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with open_session(tmp_path / "b", ("host", "storage")) as session:
+        session.wrap(model)
+        loss_of(model, 1).backward()
+        again = [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = [parameter.grad for parameter in plain.parameters()]
+    assert all(map(same_bits, found, expected))
+    assert all(map(same_bits, again, expected))
+
+
+def test_a_dtype_of_gradients_that_is_not_the_session_s_is_refused(tmp_path):
+    model = build(SmallGPT)
+    model.head.weight.grad_dtype = torch.float32
+
+    with open_session(tmp_path) as session:
+        with pytest.raises(offload.ConfigError, match=r"`head\.weight`: expected.*float32"):
+            session.wrap(model)
+        model.head.weight.grad_dtype = torch.bfloat16
+        session.wrap(model)
+
+
+@pytest.mark.unified
 @pytest.mark.parametrize("placement", [("host", "host"), ("host", "storage")], ids="-".join)
 def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement):
     with open_session(tmp_path, placement) as session:

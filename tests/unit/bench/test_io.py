@@ -206,6 +206,7 @@ def test_a_path_without_room_is_refused_and_left_as_it_was(paths, capsys):
         {"size": "many"},
         {"runs": 0},
         {"tune": True},  # and `rw` is only "read"
+        {"tune": True, "rw": "write,read,rw", "bs": "64KiB,65537"},
         {"max_bytes": "1GiB"},  # and no `sustained`
     ],
 )

@@ -283,7 +283,10 @@ def test_commits_are_timed_and_what_they_write_is_no_steps(tmp_path, overlap):
         ({"commit_every": -1}, "`--commit-every` -1"),
         ({"codec": "lossy"}, "`--codec` lossy"),
         ({"striping": "fastest"}, "policy.striping"),
-        ({"striping": "modulo:2:1"}, "`--striping` modulo:2:1.*each of 1 `--path`, found 2"),
+        (
+            {"striping": "modulo:2:1"},
+            "modulo:2:1`: expected one number for each path.* is 1, found 2",
+        ),
         ({"order": "random"}, "policy.order"),
         ({"baseline": "faster"}, "`--baseline` faster"),
         ({"baseline": "mlp-like", "paths": [Path("/"), Path(), Path("..")]}, "one or two `--path"),

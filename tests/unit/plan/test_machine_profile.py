@@ -1,5 +1,7 @@
 """`machine.toml`: what is written is read again, and anything else is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from offload.errors import ConfigError
@@ -66,6 +68,8 @@ def test_new_measurements_replace_those_of_the_same_path():
         MachineProfile(paths=(NVME,)).to_toml().replace("= 2500000000.0", "= 1e300"),
         MachineProfile(paths=(NVME,)).to_toml() + "[[drives]]\npath = '/a'\n",
         "schema = 1\npaths = 3\n",
+        MachineProfile(paths=(replace(NVME, block_bytes=65537),)).to_toml(),
+        MachineProfile(paths=(replace(NVME, block_bytes=512),)).to_toml(),
     ],
 )
 def test_another_text_is_refused_with_its_source(text):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from offload.errors import PlanError
+from offload.errors import ConfigError, PlanError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.plan.explanation import explain
 from offload.plan.host_cut import plan_host
@@ -21,6 +21,17 @@ UNITS = [
     for index in range(3)
 ]
 LAYOUT = build_layout(UNITS, codec="split", record_elements=MIB)
+
+
+def test_a_model_of_more_records_than_can_be_planned_is_refused():
+    def of(elements):
+        weight = ParameterFacts(name="w", shape=(elements,), dtype="bfloat16")
+        return build_layout([UnitFacts(name="u", parameters=(weight,))], codec="split")
+
+    of(1 << 40)
+
+    with pytest.raises(ConfigError, match="cannot lay out a model of .* parameters: expected at"):
+        of((1 << 40) + 1)
 
 
 def make_plan(*, budget_bytes=10**9, free_bytes=10**9, capacity_bytes=None):

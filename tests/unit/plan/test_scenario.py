@@ -127,6 +127,17 @@ def test_a_budget_that_is_too_small_is_a_reason_and_not_an_error(capsys, tmp_pat
     assert not simulate_scenario(short).fits
 
 
+def test_what_is_overwritten_in_place_is_stored_once():
+    policy = {"parameters": "storage"}
+    systems = ({"policy": policy}, {"system": "mlp-like"}, {"system": "deepspeed-like"})
+
+    report = simulate_scenario(scenario(*systems))
+
+    stored = [run.to_json()["smallest"]["storage"] for run in report.runs]
+    # Two versions of 10 + 2; fp32 master and moments; these and fp32 gradients.
+    assert stored == pytest.approx([24e8, 12e8, 16e8], rel=1e-3)
+
+
 def test_parameters_on_devices_are_held_against_their_memory():
     report = simulate_scenario(
         scenario(

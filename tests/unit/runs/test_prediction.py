@@ -264,6 +264,43 @@ def test_a_model_of_the_users_is_estimated_by_its_operations(text, monkeypatch, 
     assert any("estimated from the operations" in each for each in plan["warnings"])
 
 
+def test_a_model_whose_layers_are_too_large_to_measure_is_estimated_too(text, monkeypatch):
+    monkeypatch.setattr("offload.runs.pass_finder.probe_bytes", lambda _: 1 << 40)
+    seen = []
+
+    plan = plan_and_predict(config(text), on_measure=seen.append).to_json()
+
+    assert plan["predicted"]["bound_s"] <= plan["predicted"]["step_s"]
+    assert any("three of its layers exceed the budget" in each for each in plan["warnings"])
+    assert not any(each.startswith("passes of a model") for each in seen)
+
+
+def test_what_cannot_be_measured_on_a_device_is_said(text, monkeypatch):
+    monkeypatch.setattr("offload.runs.pass_finder.probe_bytes", lambda _: 1 << 40)
+
+    plan = plan_and_predict(config(text, **{"tiers.device.kind": "emulated"})).to_json()
+
+    assert plan["predicted"]["step_s"] is None
+    assert any("on device `emulated` are measured on" in each for each in plan["warnings"])
+
+
+def test_an_estimate_counts_the_layers_that_backward_computes_again(text, monkeypatch):
+    unit = PassTimes(forward_s=1.0, backward_s=2.0)
+    monkeypatch.setattr("offload.runs.pass_finder.probe_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(
+        "offload.runs.pass_finder.estimate_passes",
+        lambda _, units, **__: ModelPasses(units=(unit,) * len(units), other_s=0.0),
+    )
+
+    def backward_s(checkpoint):
+        settings = config(text, **{"activations.checkpoint": checkpoint})
+        finder = PassFinder(settings, plan_run(settings), MachineProfile(), lambda _: None)
+        found = finder.find(copy_bytes_per_s=1e9, update_parameters_per_s=1e9)
+        return sum(each.backward_s for each in found.units)
+
+    assert backward_s("unit") == backward_s("none") + 4 * unit.forward_s
+
+
 def test_operations_of_both_passes_are_those_of_the_products():
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
