@@ -174,6 +174,7 @@ class Runtime:
         known: Up to where the host knows each stream to be.
         registered: Bytes of host memory, by address.
         fails_at: The number of the registration that fails, from 1.
+        captures: Whether a graph is captured.
     """
 
     def __init__(self, *, tells):
@@ -185,6 +186,7 @@ class Runtime:
         self.num_registrations = 0
         self.fails_at = None
         self.launched = 0
+        self.captures = False
         self._error = 0
         self._default = Stream(self)
         self._local = threading.local()
@@ -225,6 +227,9 @@ class Runtime:
 
     def is_available(self):
         return True
+
+    def is_current_stream_capturing(self):
+        return self.captures
 
     def current_device(self):
         return 0

@@ -80,6 +80,11 @@ class Device(ABC):
     def registered_bytes(self) -> int:
         return 0
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether what this thread asks for is not done but recorded, to be done again later."""
+        return False
+
     def count(self, *, in_bytes: int = 0, out_bytes: int = 0) -> None:
         """Adds to what was copied; any thread."""
         with self._counting:

@@ -191,6 +191,10 @@ class CudaDevice(Device):
     def registered_bytes(self) -> int:
         return self._registration.registered_bytes
 
+    @property
+    def is_captured(self) -> bool:
+        return bool(_cuda.is_current_stream_capturing())
+
     def open(self) -> None:
         if self._in is None:
             self._in = _cuda.Stream(self._device)

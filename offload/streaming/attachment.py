@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from offload.devices import Device
+from offload.errors import StoreError
 from offload.layout import ModelLayout, Unit
 from offload.memory import HeapHoles, SlotPool
 from offload.optim.model_state import ModelState
@@ -117,7 +118,7 @@ class Attachment:
             begin_rows,
             require_usable=updates.require_usable,
             on_error=updates.note_raised,
-            on_pass=self.look_for_additions,
+            on_pass=self._begin_pass,
             on_graph=lambda: self._limit_holes(workspace_bytes // 2),
         )
         self.streamed.open()
@@ -156,9 +157,18 @@ class Attachment:
             resident,
             require_usable=updates.require_usable,
             on_error=updates.note_raised,
-            on_pass=self.look_for_additions,
+            on_pass=self._begin_pass,
         )
         self.streamed.open()
+
+    def _begin_pass(self) -> None:
+        if self._device.is_captured:
+            raise StoreError(
+                "cannot call a wrapped model while a graph of the device's work is captured: "
+                "expected work that is done now, found such as is done again later, with whatever "
+                "bytes are in these slots then; call the model outside `torch.cuda.graph`"
+            )
+        self.look_for_additions()
 
     def see_versions(self) -> None:
         """Takes the version counters of parameters as seen: the engine has moved them."""

@@ -148,6 +148,21 @@ def test_a_pass_in_another_stream_is_ordered_with_those_before_and_after(tmp_pat
     assert cuda.races == []
 
 
+@pytest.mark.parametrize("parameters, slots", [PLACES[0], PLACES[2], PLACES[5]])
+def test_a_pass_that_a_graph_would_repeat_is_refused(tmp_path, cuda, parameters, slots):
+    with _session(tmp_path, parameters, slots=slots) as session:
+        model, _, reference = _train(session, steps=1)
+        with torch.no_grad():
+            loss_of(model, 1)  # whatever has room is in its slot
+            cuda.captures = True
+            for each in (model, model.blocks[0]):
+                with pytest.raises(StoreError, match="outside `torch.cuda.graph`"):
+                    each(torch.zeros(1, 1, dtype=torch.int64))
+            cuda.captures = False
+
+            assert same_bits(loss_of(model, 1), loss_of(reference.model, 1))
+
+
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_sums_over_slots_are_ordered_with_those_of_another_stream(
     tmp_path, monkeypatch, cuda, is_followed

@@ -106,7 +106,6 @@ def test_errors_of_reads_on_their_way_keep_no_slots(tmp_path, monkeypatch, devic
     assert not any(isinstance(error, BudgetError) for error in errors)
 
 
-@pytest.mark.unified
 def test_a_failure_under_backward_that_is_raised_again_keeps_no_frames_of_before(tmp_path):
     with open_session(tmp_path, budget_bytes=400_000, overlap="backward") as session:
         model = session.wrap(build(SmallGPT))

@@ -38,7 +38,6 @@ def trained(tmp_path, **options):
     (Binding, "detach", 5),
     (PendingUnits, "bytes_from_update", 3),
 ], ids=lambda where: where[1])  # fmt: skip
-@pytest.mark.unified
 def test_a_unit_that_is_half_in_its_slot_is_fetched_anew(tmp_path, where):
     owner, name, after = where
     with trained(tmp_path) as (session, model, optimizer, reference):

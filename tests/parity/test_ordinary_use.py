@@ -179,7 +179,7 @@ def test_a_dtype_of_gradients_that_is_not_the_session_s_is_refused(tmp_path):
         session.wrap(model)
 
 
-@pytest.mark.unified
+@pytest.mark.unified  # on a device they are in slots, and it is refused
 @pytest.mark.parametrize("placement", [("host", "host"), ("host", "storage")], ids="-".join)
 def test_replaced_data_of_a_resident_parameter_is_trained_on(tmp_path, placement):
     with open_session(tmp_path, placement) as session:

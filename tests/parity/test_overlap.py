@@ -98,7 +98,6 @@ def test_a_program_with_everything_between_steps_computes_the_same(tmp_path, pla
     assert found["forward"] == found["none"]
 
 
-@pytest.mark.unified
 @pytest.mark.parametrize("extra_bytes", [0, 300_000])
 @pytest.mark.parametrize("overlap", ["backward", "both"])
 def test_updates_under_backward_compute_the_same(tmp_path, overlap, extra_bytes):
@@ -111,7 +110,6 @@ def test_updates_under_backward_compute_the_same(tmp_path, overlap, extra_bytes)
     assert found[1] == found[0]
 
 
-@pytest.mark.unified
 class TestBackward:
     @pytest.fixture(params=["backward", "both"])
     def session(self, request, tmp_path):
@@ -295,7 +293,7 @@ def test_going_back_to_a_checkpoint_drops_what_is_pending(tmp_path, placement):
         require_equal_state(session, model, reference_after_one_step())
 
 
-@pytest.mark.unified
+@pytest.mark.unified  # on a device they are in slots
 def test_resident_parameters_have_their_values_after_the_session(tmp_path):
     with open_session(tmp_path, ("host", "storage")) as session:
         model, _ = one_step(session)
@@ -305,7 +303,7 @@ def test_resident_parameters_have_their_values_after_the_session(tmp_path):
     assert type(model) is SmallGPT
 
 
-@pytest.mark.unified
+@pytest.mark.unified  # on a device they are in slots
 def test_data_put_in_the_place_of_a_pending_parameter_is_an_edit(tmp_path):
     with open_session(tmp_path, ("host", "storage")) as session:
         model, optimizer = one_step(session)
@@ -367,15 +365,7 @@ def test_matrices_that_are_updated_whole(tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "overlap",
-    [
-        "none",
-        "forward",
-        pytest.param("backward", marks=pytest.mark.unified),
-        pytest.param("both", marks=pytest.mark.unified),
-    ],
-)
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
 def test_waits_are_accounted_by_path_and_cause(tmp_path, overlap):
     slow = {"tiers": {"storage": {"rate_limit": "10MB"}}}
     options = {"overlap": overlap, "prefetch": 0, "budget_bytes": 600_000}

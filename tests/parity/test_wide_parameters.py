@@ -97,7 +97,6 @@ def test_updates_under_a_forward_are_read_by_its_tiles(tmp_path):
     _train_under(tmp_path, "forward")
 
 
-@pytest.mark.unified
 def test_updates_under_a_backward_are_read_by_the_next_pass(tmp_path):
     _train_under(tmp_path, "backward")
 
