@@ -1,11 +1,18 @@
 """Buffers and gradients of blocks that are computed again in backward, beside the plain program."""
 
+from unittest import mock
+
 import pytest
 import torch
 from parity.models import build
 from parity.oracle import Reference, same_bits
 from parity.sessions import open_session
-from parity.side_by_side import OPTIONS, require_equal_state, train_both
+from parity.side_by_side import (
+    OPTIONS,
+    require_equal_gradients,
+    require_equal_state,
+    train_both,
+)
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -134,4 +141,54 @@ def test_a_checkpoint_of_the_program_s_in_a_block_changes_buffers_as_without(
 
         train_both(model, optimizer, reference, steps=3, loss_of=loss_of)
 
+        require_equal_state(session, model, reference)
+
+
+class Counting(nn.Module):
+    """A block that computes with buffers of one memory, and that its model changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("state", torch.ones(8))
+        self.register_buffer("first", self.state[:4])
+
+    def forward(self, x):
+        self.state.add_(0.5)
+        return torch.tanh(self.linear(x) * self.first.sum()) * self.num_calls
+
+
+class CountedFromOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+        for block in self.blocks:
+            block.register_buffer("num_calls", torch.ones(()))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        for block in self.blocks:
+            block.num_calls = block.num_calls + 1
+        return x
+
+
+@pytest.mark.parametrize("factory", [CountedFromOutside, Remembering])
+def test_small_buffers_are_found_as_forward_found_them_without_a_look(
+    tmp_path, monkeypatch, factory
+):
+    reference = Reference(build(factory, dtype=None), **OPTIONS)
+    with _session(tmp_path, "none") as session:
+        model = session.wrap(build(factory, dtype=None))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        looks = mock.Mock(side_effect=torch.equal)
+        monkeypatch.setattr("offload.streaming.recomputed_buffers.torch.equal", looks)
+
+        _loss_of_remembering(model, 0).backward()
+        monkeypatch.undo()
+
+        assert not looks.called
+        _loss_of_remembering(reference.model, 0).backward()
+        require_equal_gradients(model, reference)
+        train_both(model, optimizer, reference, steps=2, loss_of=_loss_of_remembering, first=1)
         require_equal_state(session, model, reference)
