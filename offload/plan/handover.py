@@ -76,7 +76,7 @@ def _slotted_from(uses: Uses, num_slots: int, tiled: Collection[int]) -> dict[in
     keeping, order = Keeping(num_slots=num_slots), (*uses.forward, *uses.backward)
     steps = steps_of(uses, num_slots, tiled=tiled)
     return {
-        step.place: keeping.staying(order[step.place :], num_held=step.num_held)
+        step.place: keeping.staying(order[step.place :], held=step.held)
         for step in steps
         if step.place < len(uses.forward)
     }

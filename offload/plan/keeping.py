@@ -18,22 +18,22 @@ class Keeping:
 
     num_slots: int
 
-    def staying(self, following: Iterable[int], *, num_held: int = 0) -> set[int]:
+    def staying(self, following: Iterable[int], *, held: Iterable[int] = ()) -> set[int]:
         """Returns the units that stay if their use ends now: the next ones, one for each slot.
 
         Args:
             following: The units of the uses to come, soonest first; repeated ones count once.
-            num_held: Slots that calls hold beside.
+            held: Units that calls hold. They stay, and take one slot each whatever comes next.
         """
-        found: set[int] = set()
+        found = set(held)
         following = iter(following)
-        while (num_left := self.num_slots - num_held - len(found)) > 0:
+        while (num_left := self.num_slots - len(found)) > 0:
             more = set(itertools.islice(following, num_left))
             if not more:
                 break
             found |= more
         return found
 
-    def stays(self, unit: int, following: Iterable[int], *, num_held: int = 0) -> bool:
+    def stays(self, unit: int, following: Iterable[int], *, held: Iterable[int] = ()) -> bool:
         """Tells whether `unit` is one of `staying`."""
-        return unit in self.staying(following, num_held=num_held)
+        return unit in self.staying(following, held=held)

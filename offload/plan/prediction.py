@@ -56,6 +56,7 @@ def predict_step(
     tokens: int = 0,
     handed_over: Collection[str] = (),
     kept: Collection[str] = (),
+    carried: str | None = None,
     shares_cores: bool = True,
     link: LinkTraffic | None = None,
     device: DevicePlan | None = None,
@@ -74,6 +75,7 @@ def predict_step(
         tokens: Of a step.
         handed_over: Names of the subgroups whose updates find their unit's slot.
         kept: Names of the units that a backward finds in their slots, or does not ask for.
+        carried: Name of the unit that forwards after the first find in its slot.
         shares_cores: Whether passes compute on the cores on which updates do.
         link: Bytes of a step over the link to a device; None where there is none.
         device: How the device's budget is cut; None where it has no memory of its own.
@@ -91,6 +93,7 @@ def predict_step(
         link=link,
         handed_over=handed_over,
         kept=kept,
+        carried=carried,
     )
     simulated = SimulatedMachine(rates=machine, shares_cores=shares_cores)
     step = simulate(work, simulated, _policy(layout, host, device, choices))

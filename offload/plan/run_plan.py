@@ -80,6 +80,8 @@ class RunPlan:
     """Subgroups that go from their update into the slot in which the next forward uses them."""
     kept: frozenset[str] = frozenset()
     """Names of the units that a backward finds in their slots, or does not ask for."""
+    carried: str | None = None
+    """Name of the unit that forwards after a step's first find in its slot; None: there is none."""
     element_units: tuple[bool, ...] = ()
     """Of each unit, whether it is a layer: an element of a module list."""
     gradient_dtype: str = "parameter"

@@ -272,7 +272,7 @@ class SimulatedPasses:
 
     def _bring(self, use: Use, allowed: Ticket, urgency: Urgency) -> Process:
         unit = self._work.units[use.unit]
-        if use.is_backward and unit.is_kept:
+        if unit.is_kept if use.is_backward else unit.is_carried and use.micro_step:
             return
         yield self._staging.take()
         yield allowed

@@ -3,9 +3,13 @@
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from offload.layout import ModelLayout
 from offload.plan.keeping import Keeping
+
+After = Literal["update", "backward", "forward"]
+"""What a forward follows: the first of a step, a later micro-step's, one after a validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +46,22 @@ class Reads:
 
     forward: Counter[int]
     backward: Counter[int]
+    forward_again: Counter[int]
+    """Of a forward that follows another one, as the first after a validation does."""
     carried: int | None = None
     """The unit that the forwards after the first find where the backward before left it."""
 
-    def kept_forward_bytes(self, layout: ModelLayout, *, is_first: bool = True) -> int:
-        """Returns by how much a forward reads less than each unit once; negative where more."""
-        carried = Counter() if is_first or self.carried is None else Counter([self.carried])
-        return _kept_bytes(layout, self.forward - carried)
+    def kept_forward_bytes(self, layout: ModelLayout, after: After = "update") -> int:
+        """Returns by how much a forward reads less than each unit once; negative where more.
+
+        Args:
+            layout: Of the model.
+            after: What the forward follows.
+        """
+        reads = self.forward_again if after == "forward" else self.forward
+        if after == "backward" and self.carried is not None:
+            reads = reads - Counter([self.carried])
+        return _kept_bytes(layout, reads)
 
     def kept_backward_bytes(self, layout: ModelLayout) -> int:
         """Returns the same of a backward."""
@@ -62,13 +75,13 @@ class UseStep:
     Attributes:
         place: Among the uses of forward and then backward.
         is_read: Whether the unit is in no slot then.
-        num_held: Slots that the calls around this use hold.
+        held: Units that the calls around this use hold.
     """
 
     place: int
     unit: int
     is_read: bool
-    num_held: int
+    held: frozenset[int]
 
 
 def reads_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Reads:
@@ -86,8 +99,12 @@ def reads_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Read
     for step in steps_of(uses, num_slots, tiled=tiled):
         if step.is_read:
             (backward if step.place >= len(uses.forward) else forward)[step.unit] += 1
+    first, again = len(uses.forward), Counter(set(uses.forward).intersection(tiled))
+    for step in steps_of(_twice(uses), num_slots, tiled=tiled):
+        if step.is_read and first <= step.place < 2 * first:
+            again[step.unit] += 1
     carried = uses.carried if num_slots and uses.carried not in tiled else None
-    return Reads(forward=forward, backward=backward, carried=carried)
+    return Reads(forward=forward, backward=backward, forward_again=again, carried=carried)
 
 
 def steps_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Iterator[UseStep]:
@@ -105,16 +122,16 @@ def steps_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Iter
     for place, unit in enumerate(order):
         for ended in ends.get(place, ()):
             held.remove(ended)
-            if not keeping.stays(ended, order[place:], num_held=len(held)):
+            if not keeping.stays(ended, order[place:], held=held):
                 present.discard(ended)
-        if in_use is not None and not keeping.stays(in_use, order[place:], num_held=len(held)):
+        if in_use is not None and not keeping.stays(in_use, order[place:], held=held):
             present.discard(in_use)
         is_tiled = unit in tiled
         yield UseStep(
             place=place,
             unit=unit,
             is_read=unit not in present and not is_tiled,
-            num_held=len(held),
+            held=frozenset(held),
         )
         in_use = None
         if place in calls:
@@ -123,6 +140,13 @@ def steps_of(uses: Uses, num_slots: int, *, tiled: Collection[int] = ()) -> Iter
             in_use = unit
         if not is_tiled:
             present.add(unit)
+
+
+def _twice(uses: Uses) -> Uses:
+    """Returns the uses of a forward, of another one, and of the backward."""
+    num_uses = len(uses.forward)
+    again = (CallEnd(unit=end.unit, num_before=end.num_before + num_uses) for end in uses.ends)
+    return Uses(forward=uses.forward * 2, backward=uses.backward, ends=(*uses.ends, *again))
 
 
 def _calls(uses: Uses) -> set[int]:

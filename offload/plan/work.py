@@ -18,6 +18,8 @@ class UnitWork:
     """Of its parameters on storage that no update writes."""
     is_kept: bool = False
     """Whether backward finds it in the slot of its forward, or does not ask for it."""
+    is_carried: bool = False
+    """Whether a forward finds it where the backward of the micro-step before left it."""
     link_bytes: int = 0
     """Copied to the device before each use."""
     gradient_link_bytes: int = 0
@@ -123,6 +125,7 @@ def work_of(
     spilled: Mapping[str, int] | None = None,
     handed_over: Collection[str] = (),
     kept: Collection[str] = (),
+    carried: str | None = None,
 ) -> StepWork:
     """Returns what the engine does in a step of the model of `layout`.
 
@@ -138,6 +141,7 @@ def work_of(
         spilled: Bytes of the gradients of each subgroup that is spilled, by name.
         handed_over: Names of the subgroups whose updates find their unit's slot.
         kept: Names of the units that a backward finds in their slots, or does not ask for.
+        carried: Name of the unit that forwards after the first find in its slot.
     """
     on_storage = parameters == "storage"
     units = tuple(
@@ -146,6 +150,7 @@ def work_of(
             times,
             on_storage=on_storage,
             is_kept=unit.name in kept,
+            is_carried=unit.name == carried,
             link=link,
             copies_parameters=parameters != "device",
             num_trainable=layout.trainable_elements,
@@ -180,6 +185,7 @@ def _unit_work(
     *,
     on_storage: bool,
     is_kept: bool,
+    is_carried: bool,
     link: LinkTraffic | None,
     copies_parameters: bool,
     num_trainable: int,
@@ -196,6 +202,7 @@ def _unit_work(
         if on_storage
         else 0,
         is_kept=is_kept,
+        is_carried=is_carried,
         link_bytes=unit.num_bytes if link and copies_parameters else 0,
         gradient_link_bytes=part_of(link.gradient_bytes) if link else 0,
         later_gradient_link_bytes=part_of(link.later_gradient_bytes) if link else 0,

@@ -129,6 +129,7 @@ class Measurement:
             tokens=tokens_per_step(config),
             handed_over=plan.handed_over,
             kept=plan.kept,
+            carried=plan.carried,
             shares_cores=config.shares_cores,
             link=plan.link,
             device=plan.device,

@@ -15,7 +15,7 @@ from offload.plan.traffic import (
     step_traffic,
     updated_records,
 )
-from offload.plan.uses import Reads, Uses, reads_of
+from offload.plan.uses import After, Reads, Uses, reads_of
 from offload.runs.rehearsal import RehearsedModel, uses_by_modules
 from offload.sizes import parse_duration
 from offload.streaming.arrangement import Arrangement
@@ -59,6 +59,12 @@ class PlannedSteps:
         units = self.arrangement.layout.units
         return frozenset(u.name for i, u in enumerate(units) if not self.reads.backward[i])
 
+    @property
+    def carried(self) -> str | None:
+        """Name of the unit that forwards after a step's first find in its slot; None: no such."""
+        index = self.reads.carried
+        return None if index is None else self.arrangement.layout.units[index].name
+
     @cached_property
     def handed_over(self) -> frozenset[str]:
         """Subgroups that go from their update into a slot, in a usual step."""
@@ -73,8 +79,8 @@ class PlannedSteps:
         """Returns the bytes that a usual step moves."""
         config, layout, reads = self.config, self.arrangement.layout, self.reads
         micro_steps = config.train.micro_steps
-        first = reads.kept_forward_bytes(layout) + handed_over_bytes(layout, self.handed_over)
-        later = [reads.kept_forward_bytes(layout, is_first=False)] * (micro_steps - 1)
+        first = self._kept_first_bytes(_usually_before(config))
+        later = [reads.kept_forward_bytes(layout, "backward")] * (micro_steps - 1)
         cached_bytes = spilled_bytes = 0
         if config.offload:
             host, without = self.arrangement.host, self.without_gradient
@@ -95,7 +101,7 @@ class PlannedSteps:
 
     def rhythm(self) -> Rhythm:
         """Returns what happens between the steps; what goes by the clock is not foreseen."""
-        config, layout = self.config, self.arrangement.layout
+        config = self.config
         rhythm = Rhythm(
             validation=config.train.eval_every,
             commits=tuple(each for each in commit_intervals(config) if isinstance(each, int)),
@@ -103,11 +109,8 @@ class PlannedSteps:
         kinds = rhythm.kinds
         if len(kinds) == 1:
             return rhythm
-        usual_bytes = handed_over_bytes(layout, self.handed_over)
-        more = {
-            kind: usual_bytes - handed_over_bytes(layout, self._handed_over_after(kind))
-            for kind in kinds
-        }
+        usual_bytes = self._kept_first_bytes(_usually_before(config))
+        more = {kind: usual_bytes - self._kept_first_bytes(kind) for kind in kinds}
         return replace(rhythm, more_read_bytes=more)
 
     def link(self) -> LinkTraffic | None:
@@ -120,8 +123,8 @@ class PlannedSteps:
             parameters=config.parameter_tier,
             gradient_dtype=config.train.gradient_dtype,
             micro_steps=config.train.micro_steps,
-            kept_forward_bytes=reads.kept_forward_bytes(layout),
-            kept_later_bytes=reads.kept_forward_bytes(layout, is_first=False),
+            kept_forward_bytes=reads.kept_forward_bytes(layout, _after(_usually_before(config))),
+            kept_later_bytes=reads.kept_forward_bytes(layout, "backward"),
             kept_backward_bytes=reads.kept_backward_bytes(layout),
             adds_on_device=config.tiers.device.kind == "cuda",
         )
@@ -132,6 +135,12 @@ class PlannedSteps:
         arrangement = self.arrangement
         slots = arrangement.device if has_device_memory(self.config) else arrangement.host
         return slots.num_slots if self.config.offload else 0
+
+    def _kept_first_bytes(self, before: Before) -> int:
+        """Returns what the first forward of a step after `before` does not read."""
+        layout = self.arrangement.layout
+        handed_over = handed_over_bytes(layout, self._handed_over_after(before))
+        return self.reads.kept_forward_bytes(layout, _after(before)) + handed_over
 
     def _handed_over_after(self, before: Before) -> frozenset[str]:
         """Returns the subgroups that go from their update into a slot, in a step after `before`."""
@@ -180,6 +189,11 @@ def _without_gradient(
     if config.model.factory is None or "storage" not in tiers:
         return frozenset()
     return model.without_gradient(arrangement.discovered)
+
+
+def _after(before: Before) -> After:
+    """Returns what the first forward of a step follows."""
+    return "forward" if before == "validation" else "update"
 
 
 def _usually_before(config: Config) -> Before:

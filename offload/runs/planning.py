@@ -81,6 +81,7 @@ def plan_run(
         link=steps.link(),
         handed_over=steps.handed_over,
         kept=steps.kept,
+        carried=steps.carried,
         policy=_policy(config),
         profile=known.find(directories[0]) if config.offload else None,
         endurance_bytes=config.tiers.storage.endurance,

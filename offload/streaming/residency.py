@@ -15,7 +15,6 @@ import torch
 from offload.devices import CpuDevice, Device
 from offload.errors import BudgetError
 from offload.memory import SlotPool, memory_of
-from offload.optim.handover import HandedOver
 from offload.plan.keeping import Keeping
 from offload.sizes import format_size
 from offload.storage.stalls import StallAccount
@@ -28,6 +27,7 @@ from offload.streaming.prefetch_distance import PrefetchDistance
 from offload.streaming.residency_counters import ResidencyCounters
 from offload.streaming.torch_private import is_in_backward
 from offload.streaming.trace import NEVER, AccessTrace, access_of
+from offload.streaming.transfer_waits import wait_by_parts
 from offload.streaming.unit import (
     Binding,
     CopyState,
@@ -196,7 +196,7 @@ class Residency:
 
     def _stays(self, unit: StreamedUnit, *, first: StreamedUnit | None = None) -> bool:
         """Returns whether `unit` is one of `_staying`, at once where there is a slot for each."""
-        if self.num_slots - self._num_held(first) >= len(self.units):
+        if self.num_slots >= len(self.units):
             return unit is first or self.trace.next_use(unit.index) != NEVER
         return unit.index in self._staying(first)
 
@@ -205,10 +205,8 @@ class Residency:
         following = self.trace.upcoming()
         if first is not None:
             following = itertools.chain([first.index], following)
-        return self._keeping.staying(following, num_held=self._num_held(first))
-
-    def _num_held(self, besides: StreamedUnit | None) -> int:
-        return len([u for u in self.units if u.num_holds > 0 and u is not besides])
+        held = [unit.index for unit in self.units if unit.num_holds > 0 and unit is not first]
+        return self._keeping.staying(following, held=held)
 
     def fetch(
         self, unit: StreamedUnit, *, is_backward: bool = False, is_recorded: bool = True
@@ -460,18 +458,7 @@ class Residency:
         Those for updates are counted where these run.
         """
         self._tier.wait_updated(transfers)
-        waited_s: dict[str, float] = {}
-        for transfer in transfers:
-            if isinstance(transfer, HandedOver):
-                continue
-            is_left = True
-            while is_left:
-                waits_for, started_s = self._tier.waits_for([transfer]), time.perf_counter()
-                is_left = self._tier.wait_part([transfer])
-                if not is_left:
-                    transfer.wait()
-                duration_s = time.perf_counter() - started_s
-                waited_s[waits_for] = waited_s.get(waits_for, 0.0) + duration_s
+        waited_s = wait_by_parts(self._tier, transfers)
         self.counters.io_wait_s += sum(waited_s.values())
         if self._stalls is not None:
             for waits_for, duration_s in waited_s.items():

@@ -31,12 +31,14 @@ CASES = [
 ]
 
 
-def run_of(name, *, memory, micro_steps, overlap):
+def run_of(name, *, memory, micro_steps, overlap, eval_every=0):
     return build_config(
         {
             "model": {"factory": f"parity.factories:{name}", "width": 256, "depth": 6},
             "data": {"source": "files", "files": [argparse.__file__]},
-            "train": {"steps": 4, "batch": 1, "micro_steps": micro_steps},
+            "train": {
+                "steps": 4, "batch": 1, "micro_steps": micro_steps, "eval_every": eval_every
+            },
             "policy": {
                 "parameters": "storage", "optimizer": "storage", "overlap": overlap,
                 "order": "resident" if overlap == "forward" else "sequential",
@@ -57,6 +59,21 @@ def test_a_step_reads_what_the_formula_says(
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["read_bytes"] for line in lines][2:]  # the first have no trace
+    assert max(steps) == min(steps)
+    assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("name", ["UsedTwice", "UsedInTurns", "TiedAtBothEnds"])
+@pytest.mark.parametrize("memory", ["24MiB", "40MiB"])  # the larger one keeps every unit
+def test_so_does_a_step_after_a_validation(tmp_path, monkeypatch, train, name, overlap, memory):
+    monkeypatch.chdir(tmp_path)
+    config = run_of(name, memory=memory, micro_steps=1, overlap=overlap, eval_every=1)
+
+    found = train(config, run_dir=tmp_path / "run")
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["read_bytes"] for line in lines][2:]
     assert max(steps) == min(steps)
     assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
 

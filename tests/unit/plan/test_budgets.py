@@ -52,6 +52,7 @@ def test_more_memory_predicts_no_slower_step(parameters, order, overlap):
             passes=[PassTimes(forward_s=0.005, backward_s=0.01)] * len(plan.layout.units),
             handed_over=plan.handed_over,
             kept=plan.kept,
+            carried=plan.carried,
         ).step
         return step.step_s, plan.traffic.read_bytes
 

@@ -100,6 +100,15 @@ def test_bytes_are_the_formula_and_time_is_little_more_than_the_bound(
     assert bound.step_s >= 0.85 * step.step_s
 
 
+def test_a_unit_in_use_as_backward_ends_and_the_next_forward_begins_is_not_read_between():
+    plain, carried = (
+        simulate(work(micro_steps=3, carried=name), SimulatedMachine(rates=machine(HALF)), policy())
+        for name in (None, "u0")
+    )
+
+    assert plain.read_bytes - carried.read_bytes == 2 * LAYOUT.units[0].num_bytes
+
+
 def test_a_split_that_fits_the_paths_is_faster_than_one_that_does_not():
     rates = SimulatedMachine(rates=machine(HALF, SLOW))
 

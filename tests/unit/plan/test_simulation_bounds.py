@@ -103,6 +103,8 @@ def predictions(draw, *, has_link):
         )
     num_slots = device.num_slots if device else host.num_slots
     kept = kept_for_backward(layout, num_slots)
+    carried = layout.units[0].name if draw(st.booleans()) else None
+    carried_bytes = bytes_of_units(layout, [carried])
     handed = frozenset()
     if parameters == "storage":
         records = records_under_forward(layout, order, overlap, host.num_cached)
@@ -113,7 +115,10 @@ def predictions(draw, *, has_link):
         optimizer="storage",
         micro_steps=micro_steps,
         cached_state_bytes=cached_state_bytes(layout, order, host.num_cached),
-        kept_forward_bytes=[handed_over_bytes(layout, handed)],
+        kept_forward_bytes=[
+            handed_over_bytes(layout, handed),
+            *[carried_bytes] * (micro_steps - 1),
+        ],
         kept_backward_bytes=[bytes_of_units(layout, kept)] * micro_steps,
         spilled_gradient_bytes=host.gradients.spilled_bytes,
     )
@@ -124,6 +129,7 @@ def predictions(draw, *, has_link):
             parameters=parameters,
             gradient_dtype="parameter",
             micro_steps=micro_steps,
+            kept_later_bytes=carried_bytes,
             kept_backward_bytes=bytes_of_units(layout, kept),
             adds_on_device=draw(st.booleans()),
         )
@@ -146,6 +152,7 @@ def predictions(draw, *, has_link):
         other_s=other_s,
         handed_over=handed,
         kept=kept,
+        carried=carried,
         shares_cores=draw(st.booleans()),
         link=link,
         device=device,
