@@ -1,6 +1,8 @@
 """Ctrl-C at a chosen line of the project's code."""
 
 import contextlib
+import dis
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ _FINALIZERS = "weakref.py"
 """What ends in a finalizer is no interrupt: Python prints it and goes on."""
 _OUR_FINALIZERS = ("_take_back", "_end_request")
 """Functions that are finalizers themselves."""
+_ENTRIES = ("BEFORE_WITH", "LOAD_SPECIAL")
+"""Operations that enter a `with` block, by versions of Python."""
 
 
 def interrupted_at(number, call, *, file=""):
@@ -35,7 +39,7 @@ def interrupted_at(number, call, *, file=""):
         return follow if event == "call" and is_ours and not _is_finalizer(frame) else None
 
     def follow(frame, event, _):
-        if event == "line" and next(lines) == number:
+        if event == "line" and not _leaves_block(frame) and next(lines) == number:
             sys.settrace(None)
             code = frame.f_code
             where.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
@@ -88,6 +92,25 @@ class _Never:
         return False
 
     __hash__ = None
+
+
+def _leaves_block(frame):
+    """Whether a `with` block is about to be left, which comes as one more event of its line.
+
+    Python handles no signal there: what is raised by a trace function would skip `__exit__`.
+    """
+    return frame.f_lasti in _ends_of_blocks(frame.f_code)
+
+
+@functools.cache
+def _ends_of_blocks(code):
+    """Returns the offsets at which a line of `code` begins again to leave a `with` block."""
+    entries = {}
+    for each in dis.get_instructions(code):
+        if each.opname in _ENTRIES and each.positions is not None:
+            entries.setdefault(each.positions.lineno, each.offset)
+    starts = dis.findlinestarts(code)
+    return {offset for offset, line in starts if offset > entries.get(line, offset)}
 
 
 def _is_finalizer(frame):
