@@ -5,7 +5,6 @@ its bytes is not in it, nor that products of other sizes reach other rates: an e
 probe is a measurement.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,9 +16,9 @@ from offload.plan.work import ModelPasses, PassTimes
 from offload.runs.model import build_meta_model
 from offload.runs.operation_count import PassCount, count_passes
 
-_ROUNDS = 5
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 5
 _ENOUGH_S = 0.3
-"""Of one product: no further round begins after that."""
+"""Of one product: no round beyond the least begins after that."""
 _MOST_FEATURES = 4096
 """Of the matrix that is multiplied: larger ones reach no other rate."""
 
@@ -80,16 +79,17 @@ def _product_rates(model: nn.Module, *, rows: int) -> tuple[float, float]:
     outputs = inputs @ weight.T
     flops = 2 * rows * weight.numel()
     return (
-        flops / _median_s(lambda: nn.functional.linear(inputs, weight)),
-        2 * flops / _median_s(lambda: (outputs @ weight, outputs.T @ inputs)),
+        flops / _least_s(lambda: nn.functional.linear(inputs, weight)),
+        2 * flops / _least_s(lambda: (outputs @ weight, outputs.T @ inputs)),
     )
 
 
-def _median_s(run: Callable[[], object]) -> float:
+def _least_s(run: Callable[[], object]) -> float:
+    """Returns the shortest of some rounds: other programs only make them longer."""
     run()
     times: list[float] = []
-    while len(times) < _ROUNDS and sum(times) < _ENOUGH_S:
+    while len(times) < _LEAST_ROUNDS or (len(times) < _MOST_ROUNDS and sum(times) < _ENOUGH_S):
         began_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - began_s)
-    return max(statistics.median(times), 1e-9)
+    return max(min(times), 1e-9)

@@ -131,6 +131,11 @@ def resolve_run_directory(
     wanted, found = _new_stores(config, path), find_stores(path)
     # Damage raises: where there are manifests and none is whole, nothing is started anew.
     is_resumed = resume is not None and (has_commit(*wanted) or bool(found and has_commit(*found)))
+    if named is not None and not named.exists():
+        raise ConfigError(
+            f"cannot resume from `{named}`: expected the directory of a run or of a store, found "
+            "none; check the path"
+        )
     if named is not None and not is_resumed:
         raise ConfigError(
             f"cannot resume from `{named}`: expected a complete commit in store "

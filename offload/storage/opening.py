@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import CorruptStateError, StoreError
-from offload.storage.data_file import data_file_name
+from offload.storage.data_file import data_file_name, is_data_file_name
 from offload.storage.manifest import Manifest
 from offload.storage.manifest_files import ManifestFiles
 
@@ -39,6 +39,12 @@ def find_store(roots: Sequence[Path]) -> FoundStore:
     """
     newest = _newest(roots)
     if newest is None:
+        names = (each.name for root in roots if root.is_dir() for each in root.iterdir())
+        if not any(map(is_data_file_name, names)):
+            raise StoreError(
+                f"no store at `{roots[0]}`: expected a file `manifest-…` with a complete commit, "
+                "found neither that nor data of a store; check the path"
+            )
         raise StoreError(
             f"store `{roots[0]}` has no complete commit: expected a file `manifest-…`, found none; "
             "the run that made it ended before its first commit: start it again from the beginning"

@@ -33,7 +33,12 @@ from offload.storage.summary import peek
 WORKER = Path(__file__).with_name("torture_worker.py")
 CONFIG = Path(__file__).with_name("torture.toml")
 WAIT_S = 1800
-NOTHING_THERE = ("no complete commit", "expected a directory", "expected a run directory")
+NOTHING_THERE = (
+    "no complete commit",
+    "no store at",
+    "expected a directory",
+    "expected a run directory",
+)
 """What errors say of a run that was killed before its first commit."""
 
 

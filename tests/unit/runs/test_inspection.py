@@ -54,5 +54,5 @@ def test_a_directory_without_any_store_is_refused_as_such(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match="before its first commit"):
         inspect_store(tmp_path / "s" / "storage-storage")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StoreError, match="no complete commit"):
+    with pytest.raises(StoreError, match="no store at"):
         inspect_store(tmp_path / "empty")

@@ -89,6 +89,11 @@ def test_a_device_that_is_not_here_is_planned_for_without_times(tmp_path, monkey
     assert "device `cuda`" in plan.warnings[-1]
 
 
+def test_a_run_to_go_on_with_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"`\S*absent`: expected the directory.*check the path"):
+        run_training(config(), resume=str(tmp_path / "absent"))
+
+
 def test_a_missing_storage_path_is_named(tmp_path):
     path = tmp_path / "absent"
 

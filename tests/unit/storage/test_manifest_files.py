@@ -64,6 +64,9 @@ def test_one_under_another_name_is_damaged(tmp_path):
 
 def test_no_manifest_is_no_damage(tmp_path):
     assert ManifestFiles(tmp_path).newest() is None
+    with pytest.raises(StoreError, match="no store"):
+        find_store([tmp_path])
+    (tmp_path / "data-0").touch()
     with pytest.raises(StoreError, match="no complete commit"):
         find_store([tmp_path])
     with pytest.raises(StoreError, match="no store"):
