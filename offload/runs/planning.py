@@ -97,7 +97,9 @@ def plan_run(
         if is_process_memory(config.tiers.device.kind)
         else 0,
         is_bounded=config.tiers.host.memory is not None,
-        commits=_forecast_commits(config, layout, host, _path_profiles(config, directories, known)),
+        commits=_forecast_commits(
+            config, steps.model_bytes, host, _path_profiles(config, directories, known)
+        ),
         choices=choices_of(config),
         drains=config.checkpoint.drain is not None,
         co_resident_units=discovered.co_resident_units,
@@ -181,7 +183,7 @@ def _path_profiles(
 
 def _forecast_commits(
     config: Config,
-    layout: ModelLayout,
+    model: ModelBytes,
     host: HostPlan | None,
     profiles: Sequence[PathProfile | None],
 ) -> CommitForecast | None:
@@ -189,7 +191,7 @@ def _forecast_commits(
     if host is None or tier.durability == "none":
         return None
     return CommitForecast(
-        commit_bytes=committed_bytes(ModelBytes.of(layout), host),
+        commit_bytes=committed_bytes(model, host),
         resident_bytes=host.resident_parameter_bytes + host.resident_state_bytes,
         paths=measured_on_all(profiles),
         intervals=commit_intervals(config),

@@ -249,7 +249,8 @@ class SpilledGradients:
             return False
         if shard.is_dirty:
             self._end_leaving(shard)
-            self._take_sums(shard, shard.slot.memory)
+            if not is_held:  # else they may be written to after it
+                self._take_sums(shard, shard.slot.memory)
             self._release_places(shard)
             for subgroup in shard.subgroups:
                 memory = shard.slot.memory[shard.pieces[subgroup.name]]

@@ -134,6 +134,23 @@ def test_a_view_of_a_gradient_keeps_its_slot(tmp_path):
         assert torch.equal(view, expected)
 
 
+def test_what_is_written_to_a_kept_view_after_a_step_counts_in_the_next_norm(tmp_path):
+    with open_spilling(tmp_path, overlap="none") as session:
+        model = session.wrap(make())
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+        loss_of(model, 0).backward()
+        first = next(iter(model.parameters()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        view = first.grad.view(-1)
+        view.mul_(2)  # its gradient has no known norm any more
+        optimizer.step()  # writes all that only slots have
+        view.mul_(1000)
+        del view
+        found = torch.nn.utils.get_total_norm([first.grad])
+
+        assert found.item() == pytest.approx(first.grad.clone().float().norm().item(), rel=1e-2)
+
+
 def fail_once(monkeypatch, owner, method, error, *, after):
     """Lets the call number `after` of a method fail, from 0; no other."""
     calls, real = [], getattr(owner, method)
