@@ -14,7 +14,7 @@ import offload
 _ROOT = str(Path(offload.__file__).parent)
 _FINALIZERS = "weakref.py"
 """What ends in a finalizer is no interrupt: Python prints it and goes on."""
-_OUR_FINALIZERS = ("_take_back", "_end_request")
+_OUR_FINALIZERS = ("__del__", "_take_back", "_end_request")
 """Functions that are finalizers themselves."""
 _ENTRIES = ("BEFORE_WITH", "LOAD_SPECIAL")
 """Operations that enter a `with` block, by versions of Python."""

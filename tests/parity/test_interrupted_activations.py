@@ -14,8 +14,9 @@ import offload
 from offload.storage.spill import Spill
 
 POINTS = [
-    pytest.param(20, id="some"),
-    pytest.param(400, id="many", marks=pytest.mark.slow),
+    pytest.param(6, id="few"),
+    pytest.param(40, id="some", marks=pytest.mark.slow),
+    pytest.param(400, id="many", marks=pytest.mark.stress),
 ]
 FILE = "activation_store.py"
 

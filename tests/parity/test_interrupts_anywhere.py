@@ -27,8 +27,8 @@ CASES = [
     (("storage", "storage"), "both"),
 ]
 POINTS = [
-    pytest.param(12, id="few"),
-    pytest.param(60, id="some", marks=pytest.mark.slow),
+    pytest.param(4, id="few"),
+    pytest.param(30, id="some", marks=pytest.mark.slow),
     pytest.param(600, id="many", marks=pytest.mark.stress),
 ]
 
