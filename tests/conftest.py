@@ -1,6 +1,7 @@
 """What holds for every test: nothing is left behind."""
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,14 @@ import torch
 _SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread", "Dummy-")
 """Pools of the process that start with their first use and stay; `Dummy-`: autograd's for a GPU."""
 _END_S = 2.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_that_are_not_ignored() -> None:
+    # A shell has these ignored in what it starts in the background, and so would what tests start.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

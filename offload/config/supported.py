@@ -25,6 +25,8 @@ OPTIMIZER_OPTIONS = {
     "muon": ("betas", "eps", "momentum", "nesterov", "matrices"),
 }
 """The keys of `optimizer` that only some have, by the optimizer's name."""
+_UNUSUAL_OPTIONS = frozenset({"momentum", "nesterov", "matrices"})
+"""Of those, what is not set in most files: so that `optimizer.name` alone may be overridden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,7 @@ def _idle_problems(config: Config) -> Iterator[Problem]:
         if not _is_default(config, each.key) and not each.is_used(config):
             yield _idle(config, each.key, because=each.without)
     name = config.optimizer.name
-    others = {option for options in OPTIMIZER_OPTIONS.values() for option in options}
-    for option in sorted(others.difference(OPTIMIZER_OPTIONS[name])):
+    for option in sorted(_UNUSUAL_OPTIONS.difference(OPTIMIZER_OPTIONS[name])):
         key = f"optimizer.{option}"
         if not _is_default(config, key):
             yield _idle(config, key, because=f'`optimizer.name = "{name}"` has no such option')

@@ -50,6 +50,8 @@ class ByteSums:
 
 
 def _odd_numbers(count: int) -> torch.Tensor:
-    numbers, limits = torch.Generator().manual_seed(0), torch.iinfo(torch.int64)
-    drawn = torch.randint(limits.min, limits.max, (count,), generator=numbers, dtype=torch.int64)
+    numbers, limits = torch.Generator("cpu").manual_seed(0), torch.iinfo(torch.int64)
+    drawn = torch.randint(
+        limits.min, limits.max, (count,), generator=numbers, dtype=torch.int64, device="cpu"
+    )
     return drawn | 1

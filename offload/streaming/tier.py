@@ -359,10 +359,10 @@ class StagedUnits:
         except Exception:  # after an interrupt a read may be on its way
             self._staging.release(slot)
             raise
-        read = _StagedRead(slot, reads)
+        read = _StagedRead(slot, reads, memory, into)
         try:
             self._in_flight.append(read)  # before the thread has it, as the slot is the copy's then
-            self._executor.submit(self._copy_when_read, read, memory, into)
+            self._executor.submit(self._copy_when_read, read)
         except BaseException:  # an interrupt too: the thread may have it or not
             if read.try_cancel():
                 self._in_flight.remove(read)  # a storage read may be on its way: it has the slot
@@ -382,9 +382,10 @@ class StagedUnits:
         """Writes the whole unit from host memory and waits."""
         self._stored.write_from(unit, source)
 
-    def _copy_when_read(self, read: "_StagedRead", memory: memoryview, into: torch.Tensor) -> None:
+    def _copy_when_read(self, read: "_StagedRead") -> None:
         if not read.try_begin():
             return
+        memory, into = read.take()
         copy: Copy | None = None
         failure: BaseException | None = None
         for each in read.reads:
@@ -397,9 +398,9 @@ class StagedUnits:
                 copy = self._device.copy_in(memory, into)
             except BaseException as error:  # noqa: BLE001 - whoever waits for the unit gets it
                 failure = error
-        del memory, into  # the slot must not live as long as the error, which has this frame
         read.end(copy, failure)
-        del failure
+        # Slots must not live as long as the error, which has this frame and those that called it.
+        del memory, into, read, failure
 
     def _take_slot(self) -> Slot[memoryview]:
         self._reap()
@@ -427,18 +428,32 @@ class StagedUnits:
 class _StagedRead:
     """A unit between storage and device."""
 
-    def __init__(self, slot: Slot[memoryview], reads: list[Transfer]) -> None:
+    def __init__(
+        self,
+        slot: Slot[memoryview],
+        reads: list[Transfer],
+        memory: memoryview,
+        into: torch.Tensor,
+    ) -> None:
         self.slot = slot
         self.reads = reads
+        self._ends: list[tuple[memoryview, torch.Tensor]] = [(memory, into)]
         self._copy: Future[Copy] = Future()
 
     def try_cancel(self) -> bool:
         """Has no copy begin; returns False if the thread has begun."""
-        return self._copy.cancel()
+        is_cancelled = self._copy.cancel()
+        if is_cancelled:
+            self._ends.clear()
+        return is_cancelled
 
     def try_begin(self) -> bool:
         """Returns whether the thread is to copy what is read."""
         return self._copy.set_running_or_notify_cancel()
+
+    def take(self) -> tuple[memoryview, torch.Tensor]:
+        """Returns the memory in which the bytes are read and that to which they go, once."""
+        return self._ends.pop()
 
     def end(self, copy: Copy | None, failure: BaseException | None) -> None:
         """Takes the copy that was started, or why none was."""

@@ -11,6 +11,7 @@ from parity.sessions import open_session, use_small_records
 from parity.side_by_side import OPTIONS
 
 import offload
+from offload.streaming.tier import StagedUnits
 
 FIRST = 2
 """The step that is interrupted; those before it are in checkpoint `before`."""
@@ -113,6 +114,14 @@ def go_back(session, model):
     model.zero_grad()
 
 
+def end_staged_reads(residency):
+    """Gives staging slots of reads back that are over, as the next fetch would."""
+    tier = getattr(residency, "_tier", None)
+    staged = getattr(tier, "_tier", tier)
+    while isinstance(staged, StagedUnits) and staged._in_flight:
+        staged._end_first()
+
+
 def leases_at_rest(session, model):
     """Returns what is leased after going back and a forward, with no unit in a slot.
 
@@ -123,6 +132,7 @@ def leases_at_rest(session, model):
         loss_of(model, 0)
     wrapped = session._wrapped
     wrapped.leave_store()
+    end_staged_reads(wrapped.residency)
     gc.collect()
     memory, window = wrapped._memory, wrapped._memory.window
     budgets = [memory.host.budget]

@@ -61,10 +61,11 @@ def test_a_path_resumes_the_run_in_it(tmp_path, small_config, train, resume):
 
 
 def test_a_path_without_a_commit_is_refused_and_left_alone(tmp_path, small_config, train):
+    (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match="complete commit"):
         train(small_config(), resume=tmp_path / "run")
 
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_used_directory_needs_resume(tmp_path, small_config, train):
