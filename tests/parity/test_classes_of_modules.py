@@ -1,12 +1,12 @@
 """What a program's classes do of their own: a swapped one, and copies, have their plain effect."""
 
 import copy
-import io
 import pickle
 import threading
 
 import pytest
 import torch
+from parity.copies import by_pickle, by_torch_save
 from parity.models import build
 from parity.oracle import Reference, same_bits
 from parity.sessions import open_session
@@ -112,17 +112,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.lstm(x)[0]
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])

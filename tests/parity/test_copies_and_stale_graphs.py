@@ -1,12 +1,12 @@
 """Copies of a wrapped model are plain; graphs and views that a step outdates are refused."""
 
 import copy
-import io
 import pickle
 import weakref
 
 import pytest
 import torch
+from parity.copies import by_pickle, by_torch_save
 from parity.models import SmallGPT, build, loss_of
 from parity.oracle import same_bits
 from parity.sessions import open_session, use_small_records
@@ -21,17 +21,6 @@ EXTREMES = [("host", "host"), ("storage", "storage")]
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch):
     use_small_records(monkeypatch)
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])
