@@ -203,7 +203,10 @@ def _noting_arrivals(
     def note(parameter: nn.Parameter, _gradient: Tensor) -> None:
         arrivals.append(parameter)
 
-    handles = [each.register_hook(partial(note, each)) for each in parameters]
+    handles = [
+        each.register_hook(partial(note, each))  # type: ignore[no-untyped-call]
+        for each in parameters
+    ]
     try:
         yield
     finally:
