@@ -11,11 +11,14 @@ import pytest
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 WAIT_S = 120
+STEPS = 12
+ENDLESS = "train.steps=1000000"
+"""Of a run that is ended: it cannot end before, however late the signal comes."""
 
 
 def command(run_dir, *arguments):
     return [
-        sys.executable, "-m", "offload", "train", str(SMALL), "train.steps=12",
+        sys.executable, "-m", "offload", "train", str(SMALL), f"train.steps={STEPS}",
         "tiers.storage.commit_every=2", "data.source=files", f'data.files=["{argparse.__file__}"]',
         "--run-dir", str(run_dir), "--json", *arguments,
     ]  # fmt: skip
@@ -30,7 +33,7 @@ def run(run_dir, *arguments):
 def signal_after_step(run_dir, step, number):
     """Starts a run, sends it a signal once `step` has its line, and returns how it ended."""
     process = subprocess.Popen(
-        command(run_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(run_dir, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + WAIT_S
