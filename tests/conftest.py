@@ -15,6 +15,12 @@ _SHARED_THREADS = ("asyncio_", "offload-kernels", "pymp", "QueueFeederThread", "
 _END_S = 2.0
 
 
+def pytest_collection_finish() -> None:
+    # Modules stay: a collection in a test need not look at their objects, which takes 0.3 s.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def signals_that_are_not_ignored() -> None:
     # A shell has these ignored in what it starts in the background, and so would what tests start.

@@ -27,6 +27,7 @@ from offload.optim.kernels import load_kernels
 from offload.plan.bound import Bound, ComputeTimes, step_bound
 from offload.plan.machine import Machine
 from offload.plan.observed import raised_to_steps
+from offload.plan.spilling import SpilledBytes
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
@@ -213,7 +214,7 @@ class _Bench:
     def _traffic(self, num_cached: int, steps: Sequence[int]) -> StepTraffic:
         """Returns the bytes of one of `steps` by the rules of what is measured."""
         rules = RULES.get(self._options.baseline)
-        spilled = 4 * self._options.parameters if rules and rules.spills_gradients else 0
+        spilled_bytes = 4 * self._options.parameters if rules and rules.spills_gradients else 0
         return step_traffic(
             ModelBytes.of(self._layout),
             parameters="host",
@@ -222,7 +223,7 @@ class _Bench:
             cached_state_bytes=cached_state_bytes(
                 self._layout, self._order, num_cached, steps=steps
             ),
-            spilled_gradient_bytes=spilled,
+            spilled=SpilledBytes.each_once(spilled_bytes, 1),
         )
 
     def _probe(self) -> Machine:

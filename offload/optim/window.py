@@ -106,7 +106,9 @@ class Window:
         These are the ones in memory, once the places that are left are for reads.
         """
         num_free = self.num_places - self.num_places_taken
-        return self.cached if is_left_for_reads(num_free, self.num_places) else ()
+        num_buffers_free = self._states.num_free if self._states else 0
+        is_left = is_left_for_reads(num_free, self.num_places, num_buffers_free)
+        return self.cached if is_left else ()
 
     @property
     def _pools(self) -> list[SlotPool[memoryview]]:

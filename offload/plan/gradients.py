@@ -1,6 +1,6 @@
 """Which gradients stay in memory, and what the others need on their way to storage and back."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.layout import DTYPES, FlatShard, ModelLayout, Subgroup
@@ -98,24 +98,6 @@ def subgroup_gradient_bytes(layout: ModelLayout, subgroup: Subgroup, dtype: str)
 def spilled_sizes(layout: ModelLayout, plan: GradientPlan) -> dict[str, int]:
     """Returns the bytes of the gradients of each subgroup that is spilled, padded, by name."""
     return _sizes(layout, plan.spilled, plan.dtype)
-
-
-def spilled_bytes_of(
-    layout: ModelLayout, plan: GradientPlan, without_gradient: Collection[str]
-) -> int:
-    """Returns the bytes of the gradients that a backward spills, each subgroup's padded.
-
-    Args:
-        layout: Of the model.
-        plan: Of its gradients.
-        without_gradient: Names of parameters that get none.
-    """
-    shards = [
-        name
-        for name in plan.spilled
-        if any(p.facts.name not in without_gradient for p in layout.shards[name].parameters)
-    ]
-    return sum(_sizes(layout, shards, plan.dtype).values())
 
 
 def _sizes(layout: ModelLayout, shards: Sequence[str], dtype: str) -> dict[str, int]:

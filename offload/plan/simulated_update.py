@@ -252,7 +252,7 @@ class SimulatedUpdate:
 
     def _next_read(self, waiting: _Waiting) -> int | None:
         """Returns what is read next: what is in memory must not keep reads waiting."""
-        if is_left_for_reads(self._free_places, self._num_places):
+        if is_left_for_reads(self._free_places, self._num_places, self._free_states):
             return waiting.peek(besides=self._cached)
         return waiting.peek()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offload.layout import ModelLayout, Record, section_kinds
 from offload.plan.host import Placement
+from offload.plan.spilling import SpilledBytes
 from offload.policy import resolve_order
 
 
@@ -183,7 +184,7 @@ def step_traffic(
     cached_state_bytes: int = 0,
     kept_forward_bytes: Iterable[int] = (),
     kept_backward_bytes: Iterable[int] = (),
-    spilled_gradient_bytes: int = 0,
+    spilled: SpilledBytes | None = None,
 ) -> StepTraffic:
     """Returns the traffic of one step under a policy.
 
@@ -197,9 +198,10 @@ def step_traffic(
             since they stayed or came there from their update, less what it reads again; 0 for
             micro-steps that are not given.
         kept_backward_bytes: The same for each backward.
-        spilled_gradient_bytes: Gradients that are written in each micro-step, and read back by the
-            next one and by the update.
+        spilled: Gradients that are written, and read back by later micro-steps and by the update;
+            None: there are none.
     """
+    spilled = spilled or SpilledBytes.each_once(0, micro_steps)
     on_storage = parameters == "storage"
     streamed = model.parameter_bytes if on_storage else 0
     state = max(model.state_bytes - cached_state_bytes, 0) if optimizer == "storage" else 0
@@ -208,11 +210,12 @@ def step_traffic(
             MicroStepTraffic(
                 forward_read_bytes=max(streamed - kept_forward, 0) if on_storage else 0,
                 backward_read_bytes=max(streamed - kept_backward, 0) if on_storage else 0,
-                gradient_read_bytes=spilled_gradient_bytes if number else 0,
-                gradient_write_bytes=spilled_gradient_bytes,
+                gradient_read_bytes=gradient_read,
+                gradient_write_bytes=gradient_write,
             )
-            for number, kept_forward, kept_backward in zip(
-                range(micro_steps),
+            for gradient_read, gradient_write, kept_forward, kept_backward in zip(
+                spilled.read_bytes,
+                spilled.write_bytes,
                 _padded(kept_forward_bytes, micro_steps),
                 _padded(kept_backward_bytes, micro_steps),
                 strict=True,
@@ -222,7 +225,7 @@ def step_traffic(
             state_bytes=state,
             parameter_read_bytes=model.update_parameter_bytes if on_storage else 0,
             parameter_write_bytes=model.trainable_parameter_bytes if on_storage else 0,
-            gradient_read_bytes=spilled_gradient_bytes,
+            gradient_read_bytes=spilled.update_bytes,
         ),
     )
 

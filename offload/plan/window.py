@@ -17,8 +17,8 @@ HITS_TO_BUFFERS = 3
 """Records in the window for each that has a buffer for its state, where memory keeps some: these
 bring their own."""
 LEFT_FOR_READS = 3
-"""One place in so many is left for records that have to be read: of orders that begin with what is
-in memory, simulated on full duplex paths, a third was best or next to it."""
+"""One place in so many is left for records that have to be read, at most: of orders that begin with
+what is in memory, simulated on full duplex paths, a third was best or next to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +100,13 @@ def num_at_once(num_buffers: int, num_places: int, num_cached: int, num_records:
     return min(num_buffers * num_records // missed, num_places) if missed > 0 else num_places
 
 
-def is_left_for_reads(num_places_free: int, num_places: int) -> bool:
+def is_left_for_reads(num_places_free: int, num_places: int, num_buffers_free: int) -> bool:
     """Whether the places that are left are for records that have to be read.
 
-    Those in memory would take all places until they are written, and nothing would be read.
+    Those in memory would take all places until they are written, and nothing would be read. No
+    more places are left than there are buffers to read into: the others would stay empty.
     """
-    return num_places_free <= num_places // LEFT_FOR_READS
+    return num_places_free <= min(num_places // LEFT_FOR_READS, num_buffers_free)
 
 
 def window_bytes_for(

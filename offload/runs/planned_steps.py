@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.config import Config
-from offload.plan.gradients import spilled_bytes_of
 from offload.plan.handover import handed_over, handed_over_bytes, records_under_forward
 from offload.plan.link import LinkTraffic, link_traffic
 from offload.plan.rhythm import Before, Rhythm
+from offload.plan.spilling import SpilledBytes, spilled_traffic, usual_arrivals
 from offload.plan.traffic import (
     ModelBytes,
     StepTraffic,
@@ -31,6 +31,8 @@ class PlannedSteps:
     """Which units a micro-step uses, in order."""
     without_gradient: frozenset[str]
     """Names of trainable parameters that get none."""
+    arrivals: tuple[str, ...]
+    """Names of parameters in the order of their gradients, where these are spilled."""
 
     @staticmethod
     def of(config: Config, model: RehearsedModel, arrangement: Arrangement) -> "PlannedSteps":
@@ -41,11 +43,13 @@ class PlannedSteps:
             model: Of the run.
             arrangement: Of the model.
         """
+        without_gradient = _without_gradient(config, model, arrangement)
         return PlannedSteps(
             config=config,
             arrangement=arrangement,
             uses=_uses(config, model, arrangement),
-            without_gradient=_without_gradient(config, model, arrangement),
+            without_gradient=without_gradient,
+            arrivals=_arrivals(config, model, arrangement, without_gradient),
         )
 
     @cached_property
@@ -81,13 +85,13 @@ class PlannedSteps:
         micro_steps = config.train.micro_steps
         first = self._kept_first_bytes(_usually_before(config))
         later = [reads.kept_forward_bytes(layout, "backward")] * (micro_steps - 1)
-        cached_bytes = spilled_bytes = 0
+        cached_bytes, spilled = 0, None
         if config.offload:
             host, without = self.arrangement.host, self.without_gradient
             cached_bytes = cached_state_bytes(
                 layout, config.policy.order, host.num_cached, without_gradient=without
             )
-            spilled_bytes = spilled_bytes_of(layout, host.gradients, without)
+            spilled = self._spilled()
         return step_traffic(
             self.model_bytes,
             parameters=config.parameter_tier,
@@ -96,7 +100,17 @@ class PlannedSteps:
             cached_state_bytes=cached_bytes,
             kept_forward_bytes=[first, *later],
             kept_backward_bytes=[reads.kept_backward_bytes(layout)] * micro_steps,
-            spilled_gradient_bytes=spilled_bytes,
+            spilled=spilled,
+        )
+
+    def _spilled(self) -> SpilledBytes:
+        """Returns what a step moves of the gradients that are spilled."""
+        arrangement = self.arrangement
+        return spilled_traffic(
+            arrangement.layout,
+            arrangement.host.gradients,
+            arrivals=self.arrivals,
+            micro_steps=self.config.train.micro_steps,
         )
 
     def rhythm(self) -> Rhythm:
@@ -189,6 +203,19 @@ def _without_gradient(
     if config.model.factory is None or "storage" not in tiers:
         return frozenset()
     return model.without_gradient(arrangement.discovered)
+
+
+def _arrivals(
+    config: Config,
+    model: RehearsedModel,
+    arrangement: Arrangement,
+    without_gradient: frozenset[str],
+) -> tuple[str, ...]:
+    """Returns the parameters in the order of their gradients; none where none are spilled."""
+    if not config.offload or not arrangement.host.gradients.spilled:
+        return ()  # a rehearsal would take a second for a large model
+    found = model.arrivals(arrangement.discovered)
+    return found or tuple(usual_arrivals(arrangement.layout, without_gradient))
 
 
 def _after(before: Before) -> After:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class _Backward:
     events: Sequence[_Event]
     without_gradient: Sequence[nn.Parameter]
     """Trainable ones that the loss does not depend on."""
+    arrivals: Sequence[nn.Parameter]
+    """Trainable ones in the order in which their gradients were complete."""
 
 
 class RehearsedModel:
@@ -117,6 +119,16 @@ class RehearsedModel:
             if id(parameter) in found
         )
 
+    def arrivals(self, discovered: DiscoveredModel) -> tuple[str, ...]:
+        """Returns the names of parameters in the order of their gradients; none if it needs values.
+
+        Args:
+            discovered: Its units, however it is cut.
+        """
+        name_of = {id(p): name for unit in discovered.units for name, p in unit.parameters.items()}
+        found = self._backward.arrivals if self._backward else ()
+        return tuple(name_of[id(parameter)] for parameter in found)
+
     def spilled_bytes(self, config: Config) -> int | None:
         """Returns the most bytes of spill files, as `offload.runs.spilled` counts them.
 
@@ -144,14 +156,15 @@ class RehearsedModel:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         loss: Any = self.loss
         found: Sequence[Tensor | None] = ()
+        arrivals: list[nn.Parameter] = []
         try:
-            with _without_values(), self._watch.calls():
+            with _without_values(), self._watch.calls(), _noting_arrivals(trained, arrivals):
                 if trained:
                     found = torch.autograd.grad(loss, trained, allow_unused=True)
         except Exception:  # noqa: BLE001 - whatever the user's code raises without values
             return None
         without = [p for p, gradient in zip(trained, found, strict=True) if gradient is None]
-        return _Backward(events=self._watch.take(), without_gradient=without)
+        return _Backward(events=self._watch.take(), without_gradient=without, arrivals=arrivals)
 
 
 def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
@@ -179,6 +192,26 @@ def uses_by_modules(model: nn.Module, discovered: DiscoveredModel) -> Uses:
 def _without_values() -> Iterator[None]:
     with torch.device("meta"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield
+
+
+@contextlib.contextmanager
+def _noting_arrivals(
+    parameters: Iterable[nn.Parameter], arrivals: list[nn.Parameter]
+) -> Iterator[None]:
+    """Adds each parameter to `arrivals` when a backward has its gradient."""
+
+    def note(parameter: nn.Parameter, _gradient: Tensor) -> None:
+        arrivals.append(parameter)
+
+    handles = [
+        each.register_hook(partial(note, each))  # type: ignore[no-untyped-call]
+        for each in parameters
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Watch(TorchFunctionMode):

@@ -85,6 +85,7 @@ class Spill:
         self._free: list[list[int]] = []
         self._ends: list[int] = []
         self._writing: list[list[PathTicket]] = []
+        self._reading: list[list[PathTicket]] = []
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +110,7 @@ class Spill:
         self._free = [[] for _ in self._files]
         self._ends = [0 for _ in self._files]
         self._writing = [[] for _ in self._files]
+        self._reading = [[] for _ in self._files]
 
     def close(self) -> None:
         """Waits for transfers in flight and gives the space back; may be called again."""
@@ -118,7 +120,7 @@ class Spill:
         for room, end in zip(self._rooms, self._ends, strict=False):
             if room is not None:
                 room.end_spill(end)
-        self._ends = []
+        self._ends, self._writing, self._reading = [], [], []
 
     def write(self, memory: memoryview, *, num_bytes: int) -> tuple[Place, PathTicket]:
         """Starts writing the first `num_bytes` of a piece.
@@ -146,15 +148,19 @@ class Spill:
 
     def read(self, place: Place, into: memoryview, *, is_needed: bool) -> PathTicket:
         """Starts reading a piece; `check` it when the ticket is done."""
-        file = self._files[place.path_index]
+        index = place.path_index
+        file = self._files[index]
         padded = round_up(place.num_bytes, file.alignment)
         self.read_bytes += padded
-        return self._engines[place.path_index].read(
+        self._reading[index] = [ticket for ticket in self._reading[index] if not ticket.done()]
+        ticket = self._engines[index].read(
             file,
             place.offset,
             into[:padded],
             priority=Priority.NEEDED if is_needed else Priority.PREFETCH,
         )
+        self._reading[index].append(ticket)
+        return ticket
 
     def check(self, place: Place, memory: memoryview) -> None:
         """Raises CorruptStateError unless `memory` holds what was written."""
@@ -169,9 +175,9 @@ class Spill:
         """Returns how a wait for a transfer of the place is named in a stall account."""
         return path_label(self._roots[place.path_index])
 
-    def wait_written(self) -> None:
-        """Waits for all writes, whatever they give, and refers to the memory of none any more."""
-        for tickets in self._writing:
+    def wait_idle(self) -> None:
+        """Waits for all transfers, whatever they give; refers to the memory of none any more."""
+        for tickets in (*self._writing, *self._reading):
             for ticket in tickets:
                 with contextlib.suppress(StorageError):  # whoever has the ticket gets it
                     ticket.wait()

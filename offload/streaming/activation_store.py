@@ -94,10 +94,13 @@ class Away:
 
     def __init__(self, record: _Record, dropped: deque[_Record]) -> None:
         self.record = record
-        self._dropped = dropped
+        self._dropped = dropped  # last: who has it has both
 
     def __del__(self) -> None:
-        self._dropped.append(self.record)  # nothing more: it may run anywhere, in any thread
+        # Nothing more than this: it may run anywhere, in any thread.
+        dropped = getattr(self, "_dropped", None)  # an interrupt may have come before it was there
+        if dropped is not None:
+            dropped.append(self.record)
 
 
 Steps = Generator[_Transfer]
@@ -434,7 +437,7 @@ class ActivationStore:
             self._finish_oldest()
             slot = self._slots.try_lease()
         if slot is None and self._spill is not None:
-            self._spill.wait_written()  # after an interrupt one may be of no move
+            self._spill.wait_idle()  # after an interrupt one may be of no move
             slot = self._slots.try_lease()
         if slot is None:
             raise BudgetError(

@@ -24,7 +24,7 @@ from offload.storage.spill import Spill
 from offload.storage.stalls import StallAccount
 from offload.streaming.activation_store import ActivationCounters, ActivationStore, Away
 from offload.streaming.discovery import DiscoveredModel
-from offload.streaming.recomputed_buffers import FoundBuffers
+from offload.streaming.recomputed_blocks import FoundBlock, StayingBuffers
 from offload.streaming.saved import (
     HookPair,
     PassOn,
@@ -206,7 +206,9 @@ def open_activations(
             spill = make_spill(slots.slot_bytes)
             spill.open()
         store = ActivationStore(slots=slots, device=device, spill=spill, stalls=stalls)
-    activations = Activations(model, discovered, options, store)
+    activations = Activations(
+        model, discovered, options, store, staying=StayingBuffers(looks_wait=device.computes_later)
+    )
     activations.open()
     return activations
 
@@ -223,8 +225,11 @@ class Activations:
         discovered: DiscoveredModel,
         options: ActivationOptions,
         store: ActivationStore | None,
+        *,
+        staying: StayingBuffers,
     ) -> None:
         self._model = model
+        self._staying = staying
         self._store = store
         self._depth = 0
         self._units = {
@@ -276,7 +281,7 @@ class Activations:
             self._depth = depth + 1
             if recomputed is None or not torch.is_grad_enabled() or is_in_checkpoint():
                 return call(*args, **kwargs)
-            return _checkpointed(call, args, kwargs, FoundBuffers(recomputed))
+            return _checkpointed(call, args, kwargs, FoundBlock(recomputed, self._staying))
         finally:
             self._depth = depth
             if pushed:
@@ -313,7 +318,7 @@ class _Around:
 
 
 def _checkpointed(
-    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: FoundBuffers
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], found: FoundBlock
 ) -> Any:
     """Runs `call` in a checkpoint that saves every tensor among its arguments by hooks."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -325,7 +330,7 @@ def _checkpointed(
         named = dict(zip(names, values[num_positional:], strict=True))
         pushed = is_watched() and is_in_backward() and PassOn().push()
         try:
-            with buffers.around_call():
+            with found.around_call():
                 return call(*positional, **named, **others)
         finally:
             if pushed:

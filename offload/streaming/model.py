@@ -30,6 +30,7 @@ from offload.streaming.torch_private import (
     pop_saved_tensor_hooks,
 )
 
+_RUNNING = "the thread that runs a call"
 _IN_THE_STORE = (
     "its values are in the store, if they were committed; use the model, and take "
     "`model.state_dict()`, inside the `with` block"
@@ -78,7 +79,7 @@ class StreamedModel:
         self._hooks = SavedTensorHooks(residency) if isinstance(residency, Residency) else None
         self._unit_of: dict[int, int] = {}
         self._depth = 0
-        self._running: dict[str, int] = {}  # the thread that runs the model, while one does
+        self._running: dict[str, int] = {}  # the thread that runs a call, while one does
 
     def open(self) -> None:
         """Swaps the classes of the modules that own parameters, of units and of the root."""
@@ -91,8 +92,7 @@ class StreamedModel:
             if module in needs or module in owners or module is self.model:
                 units = needs.get(module, owners.get(module, ()))
                 held = tuple(index for index in units if index not in self._discovered.wide)
-                is_root = module is self.model
-                attachment = _Attachment(self, units=held, is_unit=module in needs, is_root=is_root)
+                attachment = _Attachment(self, units=held, is_unit=module in needs)
                 attach(module, attachment, forward=self._forward_in_pieces(module))
             if module in owners:
                 parameters = StreamedParameters(module._parameters, self._on_access, pickled)
@@ -113,30 +113,34 @@ class StreamedModel:
         self.residency.trace.end_step()
         self.residency.prefetch()
 
-    def run_alone(self, run: Callable[[], Any]) -> Any:
-        """Runs a call of the whole model, which no other thread may have begun.
+    def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
+        """Runs a module's call, while no other thread runs one of the model.
 
         Raises:
-            StoreError: One has: both would move each other's units.
+            StoreError: One does: both would move each other's units.
         """
         if self._hooks is None or is_in_backward():
-            return run()
-        this, key = threading.get_ident(), "the thread that runs the model"
-        is_outermost = self._depth == 0
+            return self._run(call, units, is_unit, args, kwargs)
+        is_first = not self._running
         try:
-            owner = self._running.setdefault(key, this)  # one step, between which no thread comes
-            if owner != this:
-                raise StoreError(
-                    "cannot call a wrapped model in two threads at one time: expected no call of "
-                    f"it, found one of thread {owner}; wait until that has ended, such as with a "
-                    "lock"
-                )
-            return run()
+            # One step, between which no thread comes.
+            self._require_this_thread(self._running.setdefault(_RUNNING, threading.get_ident()))
+            return self._run(call, units, is_unit, args, kwargs)
         finally:
-            if is_outermost and self._running.get(key) == this:
+            if is_first and self._running.get(_RUNNING) == threading.get_ident():
                 self._running.clear()
 
-    def run(self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any) -> Any:
+    def _require_this_thread(self, owner: int | None) -> None:
+        if owner not in (None, threading.get_ident()):
+            raise StoreError(
+                "cannot use a wrapped model in two threads at one time: expected no call of it, or "
+                f"of a module in it, found one of thread {owner}; wait until that has ended, such "
+                "as with a lock"
+            )
+
+    def _run(
+        self, call: Call, units: tuple[int, ...], is_unit: bool, args: Any, kwargs: Any
+    ) -> Any:
         """Runs a module's call with `units` held and the saved-tensor hooks on top.
 
         See [Note: transforms of torch.func].
@@ -238,6 +242,8 @@ class StreamedModel:
     def _using(self) -> Iterator[None]:
         """Uses parameters outside their module's call, if they may be."""
         self._require_values()
+        if self._hooks is not None and not is_in_backward():
+            self._require_this_thread(self._running.get(_RUNNING))
         try:
             self._require_usable()
             with outside_transforms():
@@ -250,21 +256,15 @@ class StreamedModel:
 class _Attachment:
     """What one swapped module needs; see `offload.streaming.swap.Attachment`."""
 
-    __slots__ = ("_is_root", "_model", "is_unit", "units")
+    __slots__ = ("_model", "is_unit", "units")
 
-    def __init__(
-        self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool, is_root: bool
-    ) -> None:
+    def __init__(self, model: StreamedModel, *, units: tuple[int, ...], is_unit: bool) -> None:
         self._model = model
-        self._is_root = is_root
         self.units = units
         self.is_unit = is_unit
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model, units, is_unit = self._model, self.units, self.is_unit
-        if not self._is_root:
-            return model.run(call, units, is_unit, args, kwargs)
-        return model.run_alone(lambda: model.run(call, units, is_unit, args, kwargs))
+        return self._model.run(call, self.units, self.is_unit, args, kwargs)
 
     def fill_state_dict(self, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
         self._model.fill_state_dict(module, values, prefix)

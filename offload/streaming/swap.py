@@ -80,11 +80,16 @@ class Streamed:
         if attachment is not None:
             attachment.fill_state_dict(self, destination, prefix)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, values: Any, prefix: Any, metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
         attachment = _attachments.get(self)  # type: ignore[call-overload]
         if attachment is not None:
+            _require_copies(self, metadata)  # type: ignore[arg-type]
             attachment.before_load(self)
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        super()._load_from_state_dict(  # type: ignore[misc]
+            values, prefix, metadata, *args, **kwargs
+        )
         if attachment is not None:
             attachment.after_load(self)
 
@@ -168,6 +173,16 @@ def is_attached(module: nn.Module) -> bool:
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that a swapped class was made from."""
     return cls._offload_original if issubclass(cls, Streamed) else cls
+
+
+def _require_copies(module: nn.Module, metadata: Any) -> None:
+    """Raises StoreError where `load_state_dict` would put other parameters into the module."""
+    if metadata.get("assign_to_params_buffers", False):
+        raise StoreError(
+            f"cannot load a state dict into a wrapped `{type(module).__name__}`: expected values "
+            "for the parameters that the session has, found `assign=True`, which puts others in "
+            "their place that no optimizer takes and no commit stores; leave `assign` out"
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

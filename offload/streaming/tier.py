@@ -1,5 +1,6 @@
 """Where absent units live, and how they come from there into a slot."""
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from offload.devices import Copy, Device
-from offload.errors import OffloadError
+from offload.errors import BudgetError, OffloadError
 from offload.layout import ModelLayout, Subgroup, Unit
 from offload.layout.units import TRANSFER_ALIGNMENT
 from offload.memory import Slot, SlotPool, memory_of
@@ -352,7 +353,7 @@ class StagedUnits:
         self, unit: Unit, into: torch.Tensor, *, is_prefetch: bool, part: range | None = None
     ) -> list[Transfer]:
         """Starts the first stage; waits for a staging slot if none is free."""
-        slot = self._take_slot()
+        slot = self._take_slot(unit)
         memory = slot.memory[: len(into)]
         try:
             reads = self._stored.start_read_into(unit, memory, is_prefetch=is_prefetch, part=part)
@@ -371,7 +372,7 @@ class StagedUnits:
 
     def write(self, unit: Unit, source: torch.Tensor) -> None:
         """Writes the whole unit through a staging slot and waits."""
-        slot = self._take_slot()
+        slot = self._take_slot(unit)
         with self._staging.releasing(slot):
             memory = slot.memory[: unit.num_bytes]
             into = torch.frombuffer(memory, dtype=torch.uint8)
@@ -402,13 +403,23 @@ class StagedUnits:
         # Slots must not live as long as the error, which has this frame and those that called it.
         del memory, into, read, failure
 
-    def _take_slot(self) -> Slot[memoryview]:
+    def _take_slot(self, unit: Unit) -> Slot[memoryview]:
         self._reap()
         slot = self._staging.try_lease()
         while slot is None:
-            self._end_first()
+            if self._in_flight:
+                self._end_first()
+            elif not gc.collect():  # of what an interrupt left behind
+                raise self._stuck(unit)
             slot = self._staging.try_lease()
         return slot
+
+    def _stuck(self, unit: Unit) -> BudgetError:
+        return BudgetError(
+            f"cannot move unit `{unit.name}`: expected a free staging slot, found all "
+            f"{self._staging.num_slots} taken and nothing in flight, as after an interrupt; close "
+            "the session and resume from the last commit"
+        )
 
     def _reap(self) -> None:
         while self._in_flight and self._in_flight[0].done():

@@ -74,6 +74,25 @@ def test_what_is_in_memory_leaves_places_for_records_that_have_to_be_read():
     assert steps.harness.window.num_places_taken == 0
 
 
+def test_places_that_reads_have_no_buffers_for_are_taken_by_what_is_in_memory():
+    # A third of six places is two, and there is one buffer to read into.
+    steps = Steps("alternating", num_cached=6, num_places=6, units="abcdefghijkl")
+    steps.run("abcdefghijkl")
+    window, store, taken = steps.harness.window, steps.harness.store, []
+    write = store.write
+
+    def counting(*arguments, **options):
+        taken.append(window.num_places_taken)
+        return write(*arguments, **options)
+
+    store.write = counting
+    events, hits = steps.run("abcdefghijkl")
+
+    assert hits == 6
+    assert max(taken) == 6
+    assert events.index("r f") < events.index("w k")  # and a read still runs beside writes
+
+
 def test_resident_records_are_never_moved():
     steps = Steps("resident", num_cached=2)
     steps.run()

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-def run_of(name, *, memory, micro_steps, overlap, eval_every=0):
+def run_of(name, *, memory, micro_steps, overlap, eval_every=0, parameters="storage"):
     return build_config(
         {
             "model": {"factory": f"parity.factories:{name}", "width": 256, "depth": 6},
@@ -40,7 +40,7 @@ def run_of(name, *, memory, micro_steps, overlap, eval_every=0):
                 "steps": 4, "batch": 1, "micro_steps": micro_steps, "eval_every": eval_every
             },
             "policy": {
-                "parameters": "storage", "optimizer": "storage", "overlap": overlap,
+                "parameters": parameters, "optimizer": "storage", "overlap": overlap,
                 "order": "resident" if overlap == "forward" else "sequential",
             },
             "tiers": {"host": {"memory": memory, "window": "2MiB"}},
@@ -76,6 +76,27 @@ def test_so_does_a_step_after_a_validation(tmp_path, monkeypatch, train, name, o
     steps = [json.loads(line)["read_bytes"] for line in lines][2:]
     assert max(steps) == min(steps)
     assert steps[0] == pytest.approx(found.formula_read_bytes_per_step, rel=0.01)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_gradients_of_a_unit_that_come_at_two_moments_are_spilled_twice(
+    tmp_path, monkeypatch, train, micro_steps
+):
+    monkeypatch.chdir(tmp_path)
+    config = run_of(
+        "OwnedByRoot", memory="15600000", micro_steps=micro_steps, overlap="forward",
+        parameters="host",
+    )  # fmt: skip
+
+    found = train(config, run_dir=tmp_path / "run")
+
+    gradients = plan_run(config).host.gradients
+    assert len(gradients.spilled) > 2  # more than there are slots
+    assert found.formula_write_bytes_per_step > gradients.spilled_bytes * micro_steps
+    assert found.read_bytes_per_step == pytest.approx(found.formula_read_bytes_per_step, rel=0.002)
+    assert found.write_bytes_per_step == pytest.approx(
+        found.formula_write_bytes_per_step, rel=0.002
+    )
 
 
 def test_a_model_without_values_is_taken_in_the_order_of_its_modules():

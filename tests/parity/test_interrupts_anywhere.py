@@ -29,7 +29,7 @@ CASES = [
 ]
 POINTS = [
     pytest.param(4, id="few"),
-    pytest.param(30, id="some", marks=pytest.mark.slow),
+    pytest.param(12, id="some", marks=pytest.mark.slow),
     pytest.param(600, id="many", marks=pytest.mark.stress),
 ]
 

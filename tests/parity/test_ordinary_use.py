@@ -82,28 +82,43 @@ class CalledAgain(Nested):
         return super().forward(x)
 
 
-def test_a_call_in_a_second_thread_is_refused_and_the_first_goes_on(tmp_path):
+USES = {
+    "the model": lambda model, x: model(x),
+    "a module in it": lambda model, x: model.stages[0][1](x),
+    "a parameter": lambda model, _: model.stages[2][2].weight,
+    "a state dict": lambda model, _: model.stages[2].state_dict(),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("caller", ["the model", "a module in it"])
+def test_a_use_in_a_second_thread_is_refused_and_the_first_goes_on(tmp_path, caller, name):
     x, errors = torch.ones(4, 32), []
-    expected = make_nested()(x)
+    owner = (lambda model: model) if caller == "the model" else (lambda model: model[0])
+
+    def make():
+        torch.manual_seed(0)
+        return CalledAgain() if caller == "the model" else nn.Sequential(CalledAgain())
+
+    expected = owner(make())(x)
 
     with open_session(tmp_path) as session:
-        torch.manual_seed(0)
-        model = session.wrap(CalledAgain())
+        called = owner(session.wrap(make()))
 
-        def call():
+        def use():
             try:
-                model(x)
+                USES[name](called, x)
             except offload.StoreError as error:
                 errors.append(str(error))
 
-        model.other = call
-        found = model(x)
-        again = threading.Thread(target=call)  # after the first has ended
+        called.other = use
+        found = called(x)
+        again = threading.Thread(target=use)  # after the first has ended
         again.start()
         again.join()
 
     assert same_bits(found, expected)
-    assert [error[:37] for error in errors] == ["cannot call a wrapped model in two th"]
+    assert [error[:36] for error in errors] == ["cannot use a wrapped model in two th"]
 
 
 @pytest.mark.unified

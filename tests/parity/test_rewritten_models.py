@@ -72,6 +72,24 @@ def test_a_module_in_the_place_of_another_is_named_with_its_parameters(tmp_path,
     assert "after `wrap`: `head.weight` (3.81 KiB)" in message
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_a_state_dict_whose_tensors_would_replace_parameters_is_refused(tmp_path, placement):
+    reference = Reference(build(SmallGPT), **OPTIONS)
+    values = {name: each + 1 for name, each in reference.model.state_dict().items()}
+    reference.model.load_state_dict(values)
+    with open_session(tmp_path, placement) as session:
+        model = session.wrap(build(SmallGPT))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        for module, part in ((model, ""), (model.blocks[1].up, "blocks.1.up.")):
+            of_module = {n.removeprefix(part): v for n, v in values.items() if n.startswith(part)}
+            with pytest.raises(StoreError, match="found `assign=True`.*leave `assign` out"):
+                module.load_state_dict(of_module, assign=True)
+        model.load_state_dict(values)
+
+        train_both(model, optimizer, Reference(reference.model, **OPTIONS), steps=2)
+
+
 def test_an_optimizer_of_the_session_refuses_parameters_that_were_added_after_wrap(tmp_path):
     with open_session(tmp_path) as session:
         model = session.wrap(build(SmallGPT))

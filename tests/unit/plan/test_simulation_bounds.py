@@ -11,6 +11,7 @@ from offload.plan.host_cut import plan_host
 from offload.plan.link import link_traffic
 from offload.plan.machine import LinkRates, Machine, PathRates
 from offload.plan.prediction import Choices, predict_step
+from offload.plan.spilling import SpilledBytes
 from offload.plan.traffic import (
     ModelBytes,
     bytes_of_units,
@@ -120,7 +121,7 @@ def predictions(draw, *, has_link):
             *[carried_bytes] * (micro_steps - 1),
         ],
         kept_backward_bytes=[bytes_of_units(layout, kept)] * micro_steps,
-        spilled_gradient_bytes=host.gradients.spilled_bytes,
+        spilled=SpilledBytes.each_once(host.gradients.spilled_bytes, micro_steps),
     )
     link = None
     if has_link:

@@ -1,6 +1,7 @@
 import pytest
 
 from offload.layout import ParameterFacts, UnitFacts, build_layout
+from offload.plan.spilling import SpilledBytes
 from offload.plan.traffic import (
     ModelBytes,
     bytes_of_units,
@@ -47,7 +48,7 @@ def test_a_cache_shortens_state_both_ways_and_spilled_gradients_are_counted():
         optimizer="storage",
         micro_steps=2,
         cached_state_bytes=100 * MB,
-        spilled_gradient_bytes=20 * MB,
+        spilled=SpilledBytes.each_once(20 * MB, 2),
     )
 
     assert traffic.read_bytes == (750 + 40) * MB

@@ -118,8 +118,14 @@ def test_no_plan_exceeds_its_budget_or_its_window(keeps_records, parameters, ext
 
 
 def test_a_third_of_the_places_is_left_for_records_that_must_be_read():
-    assert [is_left_for_reads(free, 12) for free in (12, 5, 4, 0)] == [False, False, True, True]
-    assert not is_left_for_reads(1, 1)  # else one place would never be taken by what is cached
+    free = (12, 5, 4, 0)
+    assert [is_left_for_reads(each, 12, 4) for each in free] == [False, False, True, True]
+    assert not is_left_for_reads(1, 1, 1)  # else one place would never be taken by what is cached
+
+
+def test_no_more_places_are_left_for_reads_than_there_are_buffers_to_read_into():
+    assert [is_left_for_reads(each, 12, 2) for each in (4, 3, 2, 0)] == [False, False, True, True]
+    assert [is_left_for_reads(each, 12, 0) for each in (4, 1)] == [False, False]
 
 
 def test_the_window_follows_the_measured_queues_unless_it_is_asked_for(tmp_path):

@@ -40,13 +40,9 @@ def test_the_rate_is_kept(file):
             engine.write(file, index * len(part), part)
         engine.write(file, 0, b"x").wait()
         paced_s = time.monotonic() - started_s
-    with Engine() as plain:
-        started_s = time.monotonic()
-        for index in range(16):
-            plain.write(file, index * len(part), part).wait()
-        plain_s = time.monotonic() - started_s
 
-    assert paced_s > 2 * plain_s
+    # A busy machine only adds to what the limit asks for; 20 ms are its patience.
+    assert paced_s >= 16 * len(part) / (1 << 22) - 0.03
 
 
 def test_an_urgent_transfer_goes_before_those_that_wait(file):

@@ -1,10 +1,13 @@
 import os
+import weakref
 
+import numpy as np
 import pytest
 
 from offload.errors import CorruptStateError, StorageError
 from offload.memory import Arena
 from offload.storage.engine import Engine
+from offload.storage.faults import Fault, FaultPlan
 from offload.storage.spill import SPILL_NAME, Spill
 
 PLACE_BYTES = 8192
@@ -105,3 +108,26 @@ def test_a_path_without_room_is_left_alone_and_its_room_comes_back_at_the_end(sl
         spill.close()
         spill.close()
     assert [room.left for room in rooms] == [PLACE_BYTES - 1, 2 * PLACE_BYTES]
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_who_waits_for_all_waits_for_transfers_whose_tickets_are_lost(slot, tmp_path, operation):
+    (tmp_path / "a").mkdir()
+    faults = FaultPlan(faults=(Fault(operation=operation, delay_s=0.3),))
+    with Engine("fault", faults=faults) as engine:
+        spill = Spill([tmp_path / "a"], [engine], place_bytes=PLACE_BYTES)
+        spill.open()
+        memory = np.frombuffer(slot, dtype=np.uint8)
+        alive = weakref.ref(memory)
+        place, _ = spill.write(memory.data, num_bytes=1)
+        if operation == "read":
+            spill.wait_idle()
+            spill.read(place, memory.data, is_needed=True)
+        del memory, _
+
+        was_in_flight = alive() is not None
+        spill.wait_idle()
+
+        assert was_in_flight
+        assert alive() is None
+        spill.close()

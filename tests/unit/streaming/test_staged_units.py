@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from offload.errors import BudgetError
 from offload.layout import ParameterFacts, UnitFacts, build_layout
 from offload.memory import Arena, Budget, SlotPool
 from offload.streaming.tier import StagedUnits
@@ -120,3 +121,14 @@ def test_a_slot_whose_copy_an_interrupt_kept_from_starting_is_free_again(staged)
     device.begun.wait()
     assert len(device.copies) == 1
     assert not read.done()
+
+
+def test_slots_that_nobody_gives_back_are_refused_with_what_to_do(staged):
+    pool, _, start = staged
+    lost = pool.try_lease()
+
+    with pytest.raises(BudgetError, match=r"unit `a`.*all 1 taken.*close the session and resume"):
+        start()
+
+    del lost
+    start()

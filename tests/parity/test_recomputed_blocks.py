@@ -1,4 +1,4 @@
-"""Buffers and gradients of blocks that are computed again in backward, beside the plain program."""
+"""Blocks that are computed again in backward, beside the plain program: buffers and gradients."""
 
 from unittest import mock
 
@@ -16,6 +16,8 @@ from parity.side_by_side import (
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
+
+from offload.streaming.recomputed_blocks import SMALL_BYTES
 
 MEMORY = 1 << 20
 
@@ -182,7 +184,7 @@ def test_small_buffers_are_found_as_forward_found_them_without_a_look(
         model = session.wrap(build(factory, dtype=None))
         optimizer = session.AdamW(model.parameters(), **OPTIONS)
         looks = mock.Mock(side_effect=torch.equal)
-        monkeypatch.setattr("offload.streaming.recomputed_buffers.torch.equal", looks)
+        monkeypatch.setattr("offload.streaming.recomputed_blocks.torch.equal", looks)
 
         _loss_of_remembering(model, 0).backward()
         monkeypatch.undo()
@@ -192,3 +194,97 @@ def test_small_buffers_are_found_as_forward_found_them_without_a_look(
         require_equal_gradients(model, reference)
         train_both(model, optimizer, reference, steps=2, loss_of=_loss_of_remembering, first=1)
         require_equal_state(session, model, reference)
+
+
+class Large(nn.Module):
+    """A block that adds a large buffer, which autograd need not save."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("shift", torch.zeros(4 * SMALL_BYTES // 8, 8))
+
+    def forward(self, x):
+        return torch.tanh(self.dropout(self.linear(x)) + self.shift[:4])
+
+
+class ChangedFromOutside(nn.Module):
+    """Changes the buffers of its blocks after it has called them: `how` says in what way."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Large() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        for block in self.blocks:
+            self.how(block)
+        return x
+
+
+def _replace(block):
+    block.shift = block.shift + 0.5
+
+
+def _add_in_place(block):
+    block.shift.add_(0.5)
+
+
+def _add_to_data(block):
+    block.shift.data.add_(0.5)
+
+
+def _replace_data(block):
+    block.shift.data = block.shift + 0.5
+
+
+@pytest.mark.parametrize("how", [_replace, _add_in_place, _add_to_data, _replace_data])
+def test_a_large_buffer_that_the_model_changes_after_the_call_is_found_as_it_was(tmp_path, how):
+    def loss_of(model, index):
+        torch.manual_seed(index)  # for the dropout
+        return _loss_of_remembering(model, index)
+
+    reference = Reference(build(ChangedFromOutside, dtype=None, how=how), **OPTIONS)
+    with _session(tmp_path, "none") as session:
+        model = session.wrap(build(ChangedFromOutside, dtype=None, how=how))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=loss_of)
+
+        require_equal_state(session, model, reference)
+
+
+class Dropped(Remembering):
+    def _run(self, x, first):
+        return super()._run(nn.functional.dropout(x, 0.1, self.training), first)
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.append(nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("offload", ["none", "storage"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_is_computed_again_in_the_mode_of_its_forward(tmp_path, offload, first):
+    """`model.eval()` between forward and backward, and `model.train()`."""
+
+    def loss_of(model, index):
+        torch.manual_seed(index)  # for the dropout
+        model.train(first)
+        loss = _loss_of_remembering(model, index)
+        model.train(not first)
+        return loss
+
+    reference = Reference(build(Dropped, dtype=None), **OPTIONS)
+    with _session(tmp_path, offload) as session:
+        model = session.wrap(build(Dropped, dtype=None))
+        optimizer = session.AdamW(model.parameters(), **OPTIONS)
+
+        train_both(model, optimizer, reference, steps=3, loss_of=loss_of)
+
+        require_equal_state(session, model, reference)
+        assert all(each.training is not first for each in model.modules())
