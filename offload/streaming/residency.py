@@ -227,12 +227,14 @@ class Residency:
                 "its slot, so only calls of the linear layer or the embedding that owns it can use "
                 f"it, in pieces; raise `tiers.{self._tier_name}.memory` so that it fits"
             )
-        if torch.is_grad_enabled() and not (is_backward or is_in_backward()):
+        # What is computed again asks by calls.
+        in_backward = is_backward or is_in_backward()
+        if torch.is_grad_enabled() and not in_backward:
             self.threads.add(this_thread())
         if is_recorded:
             self.trace.record(access_of(unit.index, is_backward=is_backward))
             self._note_use(unit)
-            if is_backward and unit is not self._current:
+            if in_backward and unit is not self._current:
                 self._on_backward()
         if unit.state is not CopyState.CLEAN:
             with filling_slots():

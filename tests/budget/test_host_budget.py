@@ -132,14 +132,16 @@ def test_an_update_alone_empties_the_slots_before_it_fills_the_window(tmp_path, 
         assert session.stats().host_peak_bytes == plan.gradients.fixed_bytes + largest
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "unit"])
 def test_holes_of_the_heap_are_limited_in_passes_that_keep_activations(
-    tmp_path, monkeypatch, device
+    tmp_path, monkeypatch, device, checkpoint
 ):
     limits = []
     monkeypatch.setattr(
         "offload.streaming.attachment.HeapHoles.limit", lambda _, limit: limits.append(limit)
     )
-    with open_session(tmp_path, budget_bytes=24 << 20) as session:
+    config = {"activations": {"checkpoint": checkpoint}}
+    with open_session(tmp_path, budget_bytes=24 << 20, config=config) as session:
         model = session.wrap(build(SmallGPT))
         with torch.no_grad():
             loss_of(model, 0)
