@@ -97,10 +97,9 @@ class Away:
         self._dropped = dropped  # last: who has it has both
 
     def __del__(self) -> None:
-        # Nothing more than this: it may run anywhere, in any thread.
-        dropped = getattr(self, "_dropped", None)  # an interrupt may have come before it was there
-        if dropped is not None:
-            dropped.append(self.record)
+        # No more than this: it may run anywhere, also after an interrupt in `__init__`.
+        if hasattr(self, "_dropped"):
+            self._dropped.append(self.record)
 
 
 Steps = Generator[_Transfer]
